@@ -321,7 +321,7 @@ class Compilation:
         return {placeholders[i].name: InputKind.STATIC for i in static}
 
     def _user_names(self, gm: fx.GraphModule) -> dict[str, str]:
-        """What the user calls each input of a forward or inference graph, by placeholder name."""
+        """Return what the user calls each input of a forward or inference graph, by placeholder name."""
         names: dict[str, str] = {}
         for node in gm.graph.find_nodes(op="placeholder"):
             position = torch_private.input_position(node)

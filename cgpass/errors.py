@@ -58,7 +58,7 @@ class VerificationError(CGPassError, AssertionError):
 
 
 class ReportError(CGPassError, ValueError):
-    """What was given is no report, one of another version, or can't be written as asked."""
+    """A report can't be read, since it is none or of another version, or can't be written as asked."""
 
 
 class DoubleBackwardError(CGPassError, RuntimeError):

@@ -1,4 +1,4 @@
-"""What a user can set: `Options`, the process-wide defaults and the `CGPASS_*` variables."""
+"""Settings: `Options`, the process-wide defaults and the `CGPASS_*` variables."""
 
 import difflib
 import functools

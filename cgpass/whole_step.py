@@ -157,7 +157,7 @@ class TrainStep:
         self._broken_at: str | None = None
         """Why the loss is several graphs."""
         self._too_often = False
-        """Whether Dynamo compiles no more variants; those that it knows go on."""
+        """True if Dynamo compiles no more variants; those that it knows go on."""
         self._variants: weakref.WeakKeyDictionary[TrainingCall, _Whole | str]
         self._variants = weakref.WeakKeyDictionary()
         """What Dynamo compiled: how it runs, or why it runs in pieces."""
@@ -338,7 +338,7 @@ class _Call:
 
 
 def _detaching(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """What is compiled; its code is its own, for Dynamo counts compilations of a code."""
+    """Return what is compiled; its code is its own, for Dynamo counts compilations of a code."""
 
     def loss_of(args: _Args, kwargs: dict[str, Any]) -> _Args:
         found = loss_fn(*args, **kwargs)
@@ -386,7 +386,7 @@ class _RatesAsTensors(Mode):
 
 
 class _NoGradientsAfter(Mode):
-    """What a capture makes for `.grad` is no gradient: none is left there, however it ends."""
+    """Leaves nothing in `.grad` that a capture made, however it ends."""
 
     def __init__(self, update: "_Update") -> None:
         super().__init__()
@@ -422,7 +422,7 @@ class _Update:
         self.numbers: dict[Any, Any] = {}
         """All that this call's update reads on the host, beside learning rates."""
         self.counts_writes = False
-        """Whether autograd is told what the optimizers write, as it is not by fused ones of torch 2.14."""
+        """True if autograd is told what the optimizers write, as it is not by fused ones of torch 2.14."""
         self.known_as: dict[int, str] = {}
         """Names of parameters, by their `id`s; `params` holds them."""
         self.looks = 0
@@ -445,7 +445,7 @@ class _Update:
         return [group for each in self.optimizers for group in each.param_groups]
 
     def has(self, leaves: Sequence[torch.Tensor]) -> bool:
-        """Whether all of these are the optimizers', and each another one."""
+        """Tell whether all of these are the optimizers', and each another one."""
         found = {*map(id, leaves)}
         return len(found) == len(leaves) and found <= {*map(id, self.params)}
 
@@ -642,7 +642,7 @@ class _Whole:
         self._backward: _Boxed = backward.executor
         part = _runners(forward.executor)[0]
         self.is_one = all(fn.executor.plan.is_one_partition for fn in (forward, backward))
-        """Whether one graph can hold all of it."""
+        """True if one graph can hold all of it."""
         self._leaves = [args[n] for n in self._positions]
         self._update = update
         self._looks = -1
@@ -713,7 +713,7 @@ class _Whole:
         return outputs
 
     def lines(self) -> list[str]:
-        """What the graph reads and is recorded for, and why calls ran without it."""
+        """Return what the graph reads and is recorded for, and why calls ran without it."""
         stats, update = self._runner.stats, self._update
         if not stats.calls:
             return []
@@ -729,7 +729,7 @@ class _Whole:
         return [about, *map(str, told)]
 
     def _body(self, args: list[Any]) -> list[Any]:
-        """What is recorded, and runs without a graph before that."""
+        """Return what is recorded, and runs without a graph before that."""
         update = self._update
         inputs = args[: self._layout.num_inputs if self.is_one else len(self._leaves)]
         args.clear()
@@ -741,7 +741,7 @@ class _Whole:
         return returned if update.max_norm is None else [*returned, update.grad_norm]
 
     def _gradients(self, inputs: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
-        """What the forward returns, and gradients as autograd would put them into `.grad`."""
+        """Return what the forward returns, and gradients as autograd would put them into `.grad`."""
         layout, scaler = self._layout, self._update.scaler
         with torch._C._DisableAutocast():
             outputs = list(self._forward(inputs))

@@ -55,7 +55,7 @@ class GraphBuilder:
     owner: Callable[[torch.device], Owner]
     """Gives the owner of the function's recordings on a device."""
     names: Mapping[str, str]
-    """What the user calls each input, by placeholder name."""
+    """The user's names of inputs, by placeholder name."""
     visible: frozenset[int]
     """Positions of outputs that the user gets."""
     compiler: Compiler

@@ -27,7 +27,7 @@ class Compiler:
     parameters: frozenset[int] = frozenset()
     """Outputs of a backward that are gradients of parameters."""
     whole_graph_settings: tuple[tuple[str, Any], ...] = ()
-    """What `compile_fx` told us to compile the whole graph with."""
+    """Arguments of `compile_fx` for the whole graph."""
 
     def without_input(self, position: int) -> "Compiler":
         """The compiler of a graph that lost an input."""

@@ -37,7 +37,7 @@ _Found = dict[str, tuple[str, str]]
 
 @dataclass
 class _Known:
-    """What is known of one code."""
+    """All that is known of one code."""
 
     operators: _Found = field(default_factory=dict)
     replaced: list[int] = field(default_factory=list)
@@ -65,7 +65,7 @@ class FailedOperators:
         self._operators = dict(known.operators)
         self._communicates = False
         self.told = bool(known.replaced)
-        """Whether the user was told of these: this compilation takes the place of one where they failed."""
+        """True if the user was told of these: this compilation takes the place of one where they failed."""
         while known.replaced:
             telemetry.remove_function(known.replaced.pop())
 
@@ -100,7 +100,7 @@ def _name(node: fx.Node) -> str:
 
 
 class FailedCapture:
-    """What `PartitionRunner` asks about a failed capture of one partition. See `failures.OnFailure`.
+    """Answers `PartitionRunner` about a failed capture of one partition. See `failures.OnFailure`.
 
     `graph` and `name` are the partition's in what telemetry knows.
     """
@@ -174,12 +174,12 @@ class FailedCapture:
 
 @dataclass(frozen=True)
 class Finding:
-    """What running a partition operator by operator showed."""
+    """The result of running a partition operator by operator."""
 
     culprits: Mapping[fx.Node, tuple[str, str]] = field(default_factory=dict)
     """Code and detail of a `Reason` for each operator found."""
     clean: bool = True
-    """Whether everything ran as it should, so that nothing is wrong with the partition."""
+    """True if everything ran as it should, so that nothing is wrong with the partition."""
 
 
 def find_culprits(gm: fx.GraphModule, args: Sequence[Any], driver: GraphDriver) -> Finding:

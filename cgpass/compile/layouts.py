@@ -130,7 +130,7 @@ def laid_out_otherwise(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
 
 
 def _bindings(gm: fx.GraphModule) -> dict[sympy.Symbol, _Place]:
-    """Where symbols are: inputs that are one first."""
+    """Return where symbols are: inputs that are one first."""
     found = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     places: dict[sympy.Symbol, _Place] = {}
     for at, value in enumerate(found):

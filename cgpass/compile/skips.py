@@ -1,4 +1,4 @@
-"""What runs without CUDA graphs: whole graphs, compiled as `torch.compile` would, and what is said of them and of parts."""
+"""Runs whole graphs without CUDA graphs, as `torch.compile` would, and says so of them and of parts."""
 
 import logging
 import weakref
@@ -22,7 +22,7 @@ from cgpass.telemetry.summaries import GraphSummary
 log = logging.getLogger(__name__)
 
 OFF: Final = 'driver="none" turns them off'
-"""What a summary says of graphs that nobody wants captured."""
+"""The words of a summary for graphs that nobody wants captured."""
 
 
 class Skips:

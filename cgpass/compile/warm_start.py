@@ -1,4 +1,4 @@
-"""What a second process need not trace again: graphs that AOTAutograd's cache keeps.
+"""Graphs that AOTAutograd's cache keeps, so that a second process need not trace them again.
 
 Note [Graphs in AOTAutograd's cache]
     On a hit AOTAutograd neither traces nor splits; it has from its cache what a compiler made of the graphs. What cgpass

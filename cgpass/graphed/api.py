@@ -179,7 +179,7 @@ def _each(
     several: bool,
     count: int | None = None,
 ) -> list[Any]:
-    """What was given, for each callable or sample."""
+    """Return what was given, for each callable or sample."""
     found = given if several else [given]
     if not _is_tuple(found) or not all(map(fits, found)) or len(found) != (count or len(found)):
         entries = given if _is_tuple(given) else ()
@@ -229,7 +229,7 @@ def _device(samples: Any, targets: Sequence[Target]) -> torch.device:
 
 
 def _group(options: GraphedOptions, device: torch.device) -> Group | None:
-    """What records; None if nothing is to be recorded."""
+    """Return what records; None if nothing is to be recorded."""
     driver: GraphDriver
     if options.driver == "none" or (options.driver == "auto" and device.type != "cuda"):
         return None

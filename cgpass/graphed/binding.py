@@ -41,7 +41,7 @@ class Binding:
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._constants = [(i, v) for i, v in enumerate(leaves) if i not in self._places]
         self._is_simple = self._is_flat and not self._constants and not kwargs
-        """Whether the arguments are nothing but tensors."""
+        """True if the arguments are nothing but tensors."""
         tensors: list[torch.Tensor] = [leaves[i] for i in self._places]
         for i, tensor in zip(self._places, tensors, strict=True):
             check_tensor(f"{name}: {self._names[i]}", tensor, device)
@@ -59,7 +59,7 @@ class Binding:
 
     @property
     def names(self) -> list[str]:
-        """What the user calls the tensors, each in the first of its places."""
+        """Return what the user calls the tensors, each in the first of its places."""
         return [self._names[self._places[number]] for number in self._distinct]
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
@@ -79,7 +79,7 @@ class Binding:
         return [tensors[i] for i in self._distinct] if self._repeats else tensors
 
     def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """What is in the places of the sample's tensors."""
+        """Return what is in the places of the sample's tensors."""
         if self._is_simple and len(args) == self._num_args and not kwargs:
             return list(args)
         if len(args) != self._num_args or kwargs.keys() != self._keys:

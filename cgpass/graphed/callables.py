@@ -1,4 +1,4 @@
-"""What `make_graphed_callables` returns for functions, and what graphed modules call."""
+"""The functions that `make_graphed_callables` returns, and that graphed modules call."""
 
 import contextlib
 import logging
@@ -29,7 +29,7 @@ class Group:
     def __init__(self, owner: Owner) -> None:
         self.owner = owner
         self.members: list[Callable[[], None]] = []
-        """What frees the recordings of each callable."""
+        """Functions that free the recordings of each callable."""
         owner.add(self)
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class GraphedFunction:
         return self._run_plainly(why, args, kwargs)
 
     def _settings_now(self) -> tuple[Any, ...]:
-        """What is in the graph of the settings around a call."""
+        """Return what is in the graph of the settings around a call."""
         tracker, on = self._pass.options.rng_tracker, torch.is_autocast_enabled(self._device_type)
         dtype = torch.get_autocast_dtype(self._device_type) if on else None
         return dtype, tracker and tracker.current
@@ -233,7 +233,7 @@ class GraphedFunction:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the callable computes its weights' gradients apart."""
+        """True if the callable computes its weights' gradients apart."""
         return self._pass.backward_dw is not None
 
     def backward_dw(self) -> None:
@@ -256,7 +256,7 @@ def _outside_dynamo(fn: GraphedFunction, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _is_watched() -> bool:
-    """Whether something is on that would not see a replay."""
+    """Tell whether something is on that would not see a replay."""
     return bool(
         torch_private.in_functorch()
         or torch_private.in_forward_ad()

@@ -61,9 +61,9 @@ class Differentiated:
         self._with_grad = d.with_grad
         self._copies_inputs = warms_up or d.keeps_inputs
         self._keeps_saved = warms_up or d.asks_again
-        """Whether saved tensors outlive their last known use."""
+        """True if saved tensors outlive their last known use."""
         self._watches = not warms_up and d.keeps_inputs
-        """Whether writes to copies of arguments are written back."""
+        """True if writes to copies of arguments are written back."""
         self._members = [_like(t, t.new_empty(0), t.requires_grad) for t in d.statics.distinct()]
         self._inputs: list[torch.Tensor] = []
         self._saved: list[torch.Tensor | None] = []
@@ -75,7 +75,7 @@ class Differentiated:
         self._attributes_of_forward = self._attributes
         """The same after the forward, for each backward: one may let go of what it read (`ctx.x = None`)."""
         self.result: Any = None
-        """What the callable returned, until `separate`."""
+        """Results of the callable, until `separate`."""
         self.with_grad: list[int] = []
         """Results that have a gradient."""
         self.read: set[int] = set()
@@ -84,13 +84,13 @@ class Differentiated:
         """Of `leaves`, those that the graph leads to, with a gradient or without one."""
         self.reentrant = False
         self.keeps_inputs = False
-        """Whether something keeps arguments that does not tell."""
+        """True if something keeps arguments that does not tell."""
         self.keeps_memory = False
-        """Whether something keeps memory of the pool that does not tell."""
+        """True if something keeps memory of the pool that does not tell."""
         self.strangers: list[torch.Tensor] = []
         """Leaves that are neither arguments nor parameters."""
         self.asks_again = False
-        """Whether the backward asked for a saved tensor more often than it was saved."""
+        """True if the backward asked for a saved tensor more often than it was saved."""
         self.written: set[int] = set()
         """Inputs and, after them, parameters and buffers that the forward wrote."""
 
@@ -235,7 +235,7 @@ class Differentiated:
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """What may get a gradient: arguments, then parameters and buffers."""
+        """Return what may get a gradient: arguments, then parameters and buffers."""
         return [*self._inputs, *self._members]
 
     def backward(
@@ -293,7 +293,7 @@ class Differentiated:
 
 
 def _unpack_of(run: Differentiated) -> Callable[[Any], torch.Tensor]:
-    """What unpacks for a run, which holds the graph and is not held by it."""
+    """Return what unpacks for a run, which holds the graph and is not held by it."""
     ref = weakref.ref(run)
 
     def unpack(slot: Any) -> torch.Tensor:
@@ -349,7 +349,7 @@ def _like(sample: torch.Tensor, data: torch.Tensor, requires_grad: bool) -> torc
 
 
 def _are_kept(tensors: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]) -> bool:
-    """Whether something besides a graph, and besides what it saved, holds one of the arguments or its memory."""
+    """Tell whether something besides a graph, and besides what it saved, holds one of the arguments or its memory."""
     alone = torch.empty(1, device="cpu")
     known = Counter(t.untyped_storage()._cdata for t in saved)
     (references,), (users,) = _holders([alone])

@@ -37,7 +37,7 @@ class HookSet:
                 raise _wrong(f"{where}[{name!r}]", "a function", function)
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Tell whether there are any."""
         return bool(self._functions)
 
     def run(self, name: str, *args: Any) -> None:

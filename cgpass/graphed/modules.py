@@ -1,4 +1,4 @@
-"""What `make_graphed_callables` returns for modules: modules whose `forward` is graphed."""
+"""The modules that `make_graphed_callables` returns, whose `forward` is graphed."""
 
 import re
 import types
@@ -25,13 +25,13 @@ class GraphedForward:
         self._own: Any = vars(module).get("forward")
         """The `forward` that the module itself had; None for its class's."""
         self.ungraphed: Any = module.forward
-        """What runs the module without a graph."""
+        """The function that runs the module without a graph."""
         self._before: dict[str, Any] = {}
         """Attributes of the module that others took the place of."""
 
     @property
     def __code__(self) -> Any:
-        """Where it is defined, which `torch.export` asks of every `forward`."""
+        """Return where it is defined, which `torch.export` asks of every `forward`."""
         return type(self).__call__.__code__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

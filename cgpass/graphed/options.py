@@ -24,7 +24,7 @@ class GraphedOptions:
     """Plain runs of forward and backward before each callable is recorded, at least one."""
 
     allow_unused_input: bool = False
-    """Whether inputs and parameters that require grad may get none."""
+    """True if inputs and parameters that require grad may get none."""
 
     pool: Any = None
     """Memory pool of the graphs (`torch.cuda.graph_pool_handle()`, a `torch.cuda.MemPool`); one of their own if None."""
@@ -45,7 +45,7 @@ class GraphedOptions:
     """What runs around all warm-ups, once."""
 
     own_grads: bool = True
-    """Whether gradients keep their values while held; else the next replay overwrites them, in `.grad`, too: no accumulation."""
+    """True if gradients keep their values while held; else the next replay overwrites them, in `.grad`, too: no accumulation."""
 
     max_rerecords: int = 16
     """Recordings made because parameters moved, or a call whose backward is due needs an earlier one, before further calls
@@ -55,7 +55,7 @@ class GraphedOptions:
     """Whose states the callables draw from beside the default ones."""
 
     patch_modules: bool = False
-    """Whether modules get a graphed `forward` themselves; else a copy that shares their parameters does."""
+    """True if modules get a graphed `forward` themselves; else a copy that shares their parameters does."""
 
     driver: Literal["auto", "cuda", "simulated", "none"] = "auto"
     """What records and replays; `auto`: `cuda` where the samples lie on CUDA, else `none`."""
@@ -103,4 +103,4 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "a cgpass.RNGStatesTracker or None",
     ),
 }
-"""What each option must be: a test, and how a message calls it."""
+"""Checks of each option: a test, and how a message calls it."""

@@ -92,7 +92,7 @@ class Pair:
         self._split_off: list[int] = []
         self._call: weakref.ref[Call] | None = None
         self._records = True
-        """Whether a backward that none of the recordings fits is recorded."""
+        """True if a backward that none of the recordings fits is recorded."""
 
     def record_forward(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Record the forward, after its hooks; returns parameters and buffers that it reads."""
@@ -251,7 +251,7 @@ class Pair:
         return Layout(infos, check_static=True, check_layout=False)
 
     def is_free(self) -> bool:
-        """Whether no call needs what only the pool has."""
+        """Tell whether no call needs what only the pool has."""
         if self.closed or not (self.graph.keeps_memory or self._weight_grads):
             return not self.closed
         call = None if self._call is None else self._call()

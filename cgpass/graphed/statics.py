@@ -44,7 +44,7 @@ class Statics:
         self._keys: list[str] = []
         self.names: list[str] = []
         self.required = required
-        """Whether each parameter is expected to get a gradient."""
+        """True if each parameter is expected to get a gradient."""
         found = named(modules)
         tops = set() if moded else {id(top) for top in modules}
         self._entries: list[tuple[Any, Any, Any, str]] = []
@@ -67,7 +67,7 @@ class Statics:
                         self.names.append(full)
 
     def _is_read(self, name: str, tensor: torch.Tensor | None, device: torch.device) -> bool:
-        """Whether a graph reads a tensor where it lies."""
+        """Tell whether a graph reads a tensor where it lies."""
         if tensor is None or tensor.device != device:
             return False
         try:
@@ -99,11 +99,11 @@ class Statics:
         self._entries += [(holder, key, _entry(holder, key), said) for holder, key, said in entries]
 
     def unchanged(self) -> bool:
-        """Whether modes, members and hooks are what they were."""
+        """Tell whether modes, members and hooks are what they were."""
         return fast.unchanged(*self._compared)
 
     def changes(self) -> str:
-        """What is no longer as it was."""
+        """Return what is no longer as it was."""
         found = [said for holder, key, was, said in self._entries if _entry(holder, key) is not was]
         found += [said for holder, size, said in self._sizes if len(holder) != size]
         return ", ".join(dict.fromkeys(found))
@@ -152,7 +152,7 @@ class Statics:
 
 
 def _entry(holder: Any, key: Any) -> Any:
-    """What a module's dictionary has for a key; `...` for none."""
+    """Return what a module's dictionary has for a key; `...` for none."""
     return holder[key] if key in holder else ...  # noqa: SIM401  TorchScript's have no `get`
 
 

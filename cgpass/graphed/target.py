@@ -58,7 +58,7 @@ class Target:
         return GraphedArgumentError(f"make_graphed_callables: {self.name} {why}.")
 
     def statics(self, device: torch.device, *, moded: bool) -> Statics:
-        """What it reads besides its arguments, on a device; with the mode of the module itself, or without."""
+        """Return what it reads besides its arguments, on a device; with the mode of the module itself, or without."""
         is_module = self.module is not None
         around = self.module
         if around is None and getattr(self.fn, "__name__", "") == "forward":
@@ -74,7 +74,7 @@ class Target:
 
     @property
     def backward_dw(self) -> Callable[[], Any] | None:
-        """What computes the gradients that the backward leaves out, if there is such a thing."""
+        """Return what computes the gradients that the backward leaves out, if there is such a thing."""
         needed = getattr(self.fn, "need_backward_dw", None)
         if needed is not None and not (needed() if callable(needed) else needed):
             return None
@@ -82,7 +82,7 @@ class Target:
         return found if callable(found) else None
 
     def plain(self, *, patch: bool) -> Callable[..., Any]:
-        """What runs the callable without a graph, whatever becomes of its `forward`."""
+        """Return what runs the callable without a graph, whatever becomes of its `forward`."""
         if self.module is None:
             return self.fn
         forward: Any = getattr(self.module.forward, "ungraphed", self.module.forward)

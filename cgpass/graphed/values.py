@@ -39,7 +39,7 @@ class OutputStructure:
         return cls(spec, kept, places, plain)
 
     def is_like(self, other: "OutputStructure") -> bool:
-        """Whether tensors are in the same places among as many leaves; these and the nodes may be others."""
+        """Tell whether tensors are in the same places among as many leaves; these and the nodes may be others."""
         return self.places == other.places and len(self.leaves) == len(other.leaves)
 
     def build(self, tensors: Sequence[torch.Tensor]) -> Any:
@@ -61,7 +61,7 @@ def firsts(objects: Sequence[Any]) -> list[int]:
 
 
 def equal(a: object, b: object) -> bool:
-    """Whether two values are alike for a graph, which has the first in it: numbers of one type and sign."""
+    """Tell whether two values are alike for a graph, which has the first in it: numbers of one type and sign."""
     if a is b:
         return True
     if type(a) is not type(b) or isinstance(a, torch.nn.Module):

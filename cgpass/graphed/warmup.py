@@ -41,7 +41,7 @@ class Pass:
     run: Callable[..., Any]
     """The callable without a graph."""
     hooked: Any
-    """What hooks get as `module`."""
+    """The `module` that hooks get."""
     binding: Binding
     statics: Statics
     find_statics: Callable[[], Statics]
@@ -50,7 +50,7 @@ class Pass:
     options: GraphedOptions
     stats: CallStats
     with_grad: bool
-    """Whether a backward is recorded where results require grad."""
+    """True if a backward is recorded where results require grad."""
     backward_dw: Callable[[], Any] | None = None
     """What makes the gradients that the backward leaves out, of weights, by filling their `.grad`."""
     structure: OutputStructure | None = None
@@ -66,7 +66,7 @@ class Pass:
     due: deque[Any] = field(default_factory=deque)
     """Calls whose backward ran, but not yet what was split off, oldest first."""
     told: set[str] = field(default_factory=set)
-    """What was logged."""
+    """The log."""
     _objects: list[Any] | None = None
     _strangers: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     """Leaves of the last warm-up that are neither arguments nor parameters."""
@@ -173,7 +173,7 @@ class Pass:
         return GraphedArgumentError(f"make_graphed_callables: {self.name} {why}.")
 
     def _name_of(self, leaf: int) -> str:
-        """What the user calls an argument, or a parameter after them."""
+        """Return what the user calls an argument, or a parameter after them."""
         names = self.binding.names
         named = [f"parameter {name}" for name in self.statics.distinct_names()]
         return [*names, *named][leaf]
@@ -268,7 +268,7 @@ def blamed(name: str, direction: str) -> Iterator[None]:
 
 
 def _user_line(error: BaseException) -> str | None:
-    """Where the user's code was: the innermost frame outside of torch and cgpass, else of the innermost module."""
+    """Return where the user's code was: the innermost frame outside of torch and cgpass, else of the innermost module."""
     frames = traceback.extract_tb(error.__traceback__)[::-1]
     users = [f for f in frames if not f.filename.startswith((_TORCH, _OWN, "<"))]
     modules = [f for f in frames if f.filename.startswith(_MODULES)]

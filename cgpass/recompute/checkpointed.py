@@ -23,7 +23,7 @@ _SAME = (
 )
 
 Meta: TypeAlias = tuple[torch.dtype, torch.Size, torch.device]
-"""What a determinism check compares."""
+"""The properties that a determinism check compares."""
 
 
 def _meta(tensor: torch.Tensor) -> Meta:
@@ -70,7 +70,7 @@ class Arguments:
 
 
 def devices_of(tensors: list[torch.Tensor]) -> tuple[torch.device, ...]:
-    """Where a computation with `tensors` may draw random numbers, the CPU apart: their devices, and CUDA's current."""
+    """Return where a computation with `tensors` may draw random numbers, the CPU apart: their devices, and CUDA's current."""
     found = dict.fromkeys(t.device for t in tensors if t.device.type not in ("cpu", "meta"))
     if torch.cuda.is_initialized():
         found[torch.device("cuda", torch.cuda.current_device())] = None

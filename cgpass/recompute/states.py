@@ -90,7 +90,7 @@ class ForbidRandom(torch_private.TorchDispatchMode):
 
 
 class Numbers:
-    """Where the random number states stand as a checkpoint begins.
+    """Positions of the random number states as a checkpoint begins.
 
     In a capture without a warm-up a checkpoint works as long as nothing random runs.
     """
@@ -150,7 +150,7 @@ class Numbers:
 
 
 class CheckpointStates:
-    """What the checkpoints of one captured function recompute with.
+    """The random number states with which the checkpoints of one captured function recompute.
 
     `CheckpointedGraph` has one for its graph. Whoever captures forward and backward apart makes one a recording:
 
@@ -207,7 +207,7 @@ class CheckpointStates:
             graph.register_generator_state(generator)
 
     def position(self) -> Position:
-        """Where the user's states stand; read before the forward's replay. On the host, no synchronisation."""
+        """Return where the user's states stand; read before the forward's replay. On the host, no synchronisation."""
         if self.device.type == "cpu":
             return {}
         tracker = self.tracker

@@ -21,7 +21,7 @@ _CHECKED = (
 
 
 def verdict(report: Facts, least: float) -> tuple[bool, str]:
-    """Whether at least a share (0 to 1) of the operators was captured, and of training steps were one graph, and text."""
+    """Tell whether a share (0 to 1) of the operators was captured, and of training steps were one graph; and say so."""
     done, work = report.work
     plain, fell_back = outside(report)
     whole, steps = report.whole_steps, report.steps
@@ -59,7 +59,7 @@ def verdict(report: Facts, least: float) -> tuple[bool, str]:
 
 
 def outside(report: Facts) -> tuple[list[str], list[str]]:
-    """What ran without graphs by design, and what was to be captured and ran without one all the same."""
+    """Return what ran without graphs by design, and what was to be captured and ran without one all the same."""
     plain: list[str] = []
     fell_back = [
         f"{each.left}; {each.detail} [{each.code}]; {each.fix}" for each in report.left_to_eager

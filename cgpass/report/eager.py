@@ -1,4 +1,4 @@
-"""What `torch.compile` left to eager, and graph breaks that were met: torch's own notes tell of them."""
+"""Reads in torch's own notes what `torch.compile` left to eager, and which graph breaks were met."""
 
 import contextlib
 import linecache

@@ -139,7 +139,7 @@ def explain(
 
 @contextlib.contextmanager
 def _compiled(fn: Fn) -> Iterator[Callable[..., Any]]:
-    """What `torch.compile` makes of it with the options of now; afterwards nothing of it is left."""
+    """Return what `torch.compile` makes of it with the options of now; afterwards nothing of it is left."""
     before = telemetry.counters()["graphs"]
     with torch_private.backend_for_once(cgpass) as backend:
         torch_private.note_graph_breaks()  # Dynamo is loaded by now
@@ -194,7 +194,7 @@ def _call(run: Callable[[], Any], training: bool, tensors: Sequence[torch.Tensor
 
 
 def _differentiated(result: Any) -> list[torch.Tensor]:
-    """What a backward begins with: the loss of a model's output, else whatever requires grad."""
+    """Return what a backward begins with: the loss of a model's output, else whatever requires grad."""
     loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         return [loss]

@@ -1,4 +1,4 @@
-"""What happened in some calls, as plain data."""
+"""Reports on some calls, as plain data."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ class CopiedInput:
     line: str | None = None
     """The user's line that first reads it."""
     moved: bool = False
-    """Whether it is a parameter or a buffer, which is copied where it lies at a place that is new."""
+    """True if it is a parameter or a buffer, which is copied where it lies at a place that is new."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class PartitionReport(PartitionSummary):
     replays: int = 0
     """Those that a CUDA graph made."""
     counts: dict[str, int] = field(default_factory=dict)
-    """What its `cgpass.counters()` grew by."""
+    """The growth of its `cgpass.counters()`."""
     recordings: tuple[RecordingNote, ...] = ()
     """The newest of those that were made, oldest first."""
     live_recordings: int = 0
@@ -63,10 +63,10 @@ class GraphReport(GraphSummary):
 
 @dataclass(kw_only=True)
 class Facts:
-    """What happened in some calls."""
+    """The facts of some calls."""
 
     unfinished: bool = False
-    """Whether the block goes on."""
+    """True if the block goes on."""
     cgpass: str = ""
     torch: str = ""
     device: str = ""
@@ -75,7 +75,7 @@ class Facts:
     command: str = ""
     """Of the process."""
     model: str = ""
-    """What was called, or where the first function begins."""
+    """The function that was called, or the place where the first one begins."""
     graphs: tuple[GraphReport, ...] = ()
     """Those that ran."""
     left_to_eager: tuple[Reason, ...] = ()
@@ -85,17 +85,17 @@ class Facts:
     recompilations: tuple[Reason, ...] = ()
     """Why functions were compiled once more meanwhile."""
     others: tuple[str, ...] = ()
-    """What else ran: whole training steps and callables graphed by hand, a few lines each."""
+    """Whole training steps and callables graphed by hand that ran, a few lines each."""
     whole_steps: int = 0
     """Calls of training steps that were one graph."""
     steps: int = 0
     """Calls of training steps, but for each one's first."""
     counters: dict[str, int] = field(default_factory=dict)
-    """What `cgpass.counters()` grew by."""
+    """The growth of `cgpass.counters()`."""
     settled: bool | None = None
-    """Whether calls recorded nothing new in the end; None where nobody looked."""
+    """True if calls recorded nothing new in the end; None where nobody looked."""
     native: str | None = None
-    """Whether the C++ of calls is in use, and if not why; None if nothing was to be recorded."""
+    """Says if the C++ of calls is in use, and if not why; None if nothing was to be recorded."""
     pool_bytes: int | None = None
     """Memory that the graphs' pools take from the device; None where no device is asked for any."""
     graphs_ms: float | None = None

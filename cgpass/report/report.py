@@ -22,7 +22,7 @@ SCHEMA: Final = 2
 
 
 class Report(Facts):
-    """What happened in some calls. `print` shows it as text; `save` writes it as JSON or as a page."""
+    """A report on some calls. `print` shows it as text; `save` writes it as JSON or as a page."""
 
     _so_far: "Callable[[], Report] | None" = None
     """Gives what there is as long as the block goes on."""
@@ -139,7 +139,7 @@ def _decoded(kind: Any, value: Any) -> Any:
 
 
 def diff(old: Report, new: Report) -> str:
-    """What changed from one report to another, in lines."""
+    """List what changed from one report to another, in lines."""
     lines = [
         f"{name}: {shown(getattr(old, field_))} -> {shown(getattr(new, field_))}"
         for name, field_, shown in _COMPARED
@@ -170,5 +170,5 @@ _COMPARED: Final[Sequence[tuple[str, str, Callable[[Any], str]]]] = (
 
 
 def _told(report: Report) -> dict[tuple[str, str | None, str], str]:
-    """What runs outside of graphs, by what stays the same where lines move."""
+    """Return what runs outside of graphs, by what stays the same where lines move."""
     return {(each.code, each.rest, each.op or each.detail): str(each) for each in report.reasons}

@@ -12,7 +12,7 @@ from cgpass.runtime import native
 
 
 def summary() -> str:
-    """What this process compiled, or compiled or called since `cgpass.reset()`, a few lines for each graph. Graphs that are alike are told of once.
+    """Return what this process compiled, or compiled or called since `cgpass.reset()`, a few lines for each graph. Graphs that are alike are told of once.
 
     Partitions captured and eager, and why. Below each graph, the graph break it ends at, and partitions some of whose
     calls ran without a graph or warmed up again and again, and why. Then graph breaks that no graph ends at, modules of

@@ -1,4 +1,4 @@
-"""What reports say: the headline, what costs most, and all of it as text of at most 100 columns."""
+"""Writes reports: the headline, what costs most, and all of it as text of at most 100 columns."""
 
 import math
 import textwrap
@@ -117,7 +117,7 @@ def _headline(report: Facts) -> str:
 
 
 def facts(report: Facts) -> Iterator[str]:
-    """What stands below the headline."""
+    """Return what stands below the headline."""
     if report.ms is not None and report.plain_ms is not None:
         ratio = report.plain_ms / report.ms
         yield (
@@ -142,7 +142,7 @@ def facts(report: Facts) -> Iterator[str]:
 
 
 def findings(report: Facts) -> list[Reason]:
-    """What costs time, most first; what is to be left as it is last. Operators with one cause at one line are one.
+    """List what costs time, most first; what is to be left as it is last. Operators with one cause at one line are one.
 
     Each names its place as its line, and the operators to blame.
     """
@@ -212,7 +212,7 @@ _CAUSES: Final = {
     "memory": "leave it, unless it goes on",
     "anew": "leave it, unless it goes on",
 }
-"""What to do about one more recording, by its cause."""
+"""Remedies for one more recording, by its cause."""
 
 
 def what(reason: Reason) -> str:
@@ -324,7 +324,7 @@ def cells(part: PartitionReport) -> list[str]:
 
 
 def partition_facts(part: PartitionReport) -> Iterator[str]:
-    """Where a captured partition's inputs and outputs lie, and why its recordings were made."""
+    """Return where a captured partition's inputs and outputs lie, and why its recordings were made."""
     if not part.captured:
         return
     found = []

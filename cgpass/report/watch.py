@@ -58,7 +58,7 @@ def watched() -> Iterator[Report]:
 
 
 class _Before:
-    """What was counted and noted before the block."""
+    """The counts and notes of before the block."""
 
     def __init__(self, notes: list[Any]) -> None:
         self.notes = notes
@@ -126,7 +126,7 @@ def _report(before: _Before, clock: "_Clock") -> Report:
 
 
 def live(runs: Iterable[telemetry.GraphRun]) -> list[Executor]:
-    """What runs a graph and is still there."""
+    """Return what runs a graph and is still there."""
     return [each for run in runs if isinstance(each := run.live(), Executor)]
 
 
@@ -173,7 +173,7 @@ def _graph(
 
 
 def _memory(runner: PartitionRunner) -> dict[str, Any]:
-    """What is known as long as the partition lives."""
+    """Return what is known as long as the partition lives."""
     infos, recordings = runner.layout.infos, runner.table.all()
     statics = runner.layout.parameters
     told: dict[str, Any] = {"static_inputs": len(statics), "live_recordings": len(recordings)}

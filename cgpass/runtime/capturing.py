@@ -1,4 +1,4 @@
-"""What a capture runs in: nothing is collected or destroyed meanwhile.
+"""Surrounds a capture, so that nothing is collected or destroyed meanwhile.
 
 Note [Destruction during a capture]
     Destroying a graph frees device memory and gives back its pool, which a capture that runs at the same time does
@@ -33,7 +33,7 @@ _left: list[Callable[[], None]] = []
 _pausing: "list[Pause]" = []
 """Those that want no garbage collection now."""
 _collects = True
-"""Whether it went on before the first of them began."""
+"""True if it went on before the first of them began."""
 
 
 class Pause(Mode):
@@ -89,12 +89,12 @@ class Capture(Pause):
 
 
 def is_any_capture_running() -> bool:
-    """Whether any thread of this process records right now."""
+    """Tell whether any thread of this process records right now."""
     return bool(_captures)
 
 
 def is_capturing_here() -> bool:
-    """Whether this thread does."""
+    """Tell whether this thread does."""
     thread = threading.get_ident()
     return any(capture.thread == thread for capture in _captures)
 

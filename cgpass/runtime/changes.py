@@ -45,7 +45,7 @@ class Change:
         self._frame = None
 
     def is_broken_off(self) -> bool:
-        """Whether nothing runs any more that would end it."""
+        """Tell whether nothing runs any more that would end it."""
         running = sys._current_frames().get(self.thread)
         while running is not None and running is not self._frame:
             running = running.f_back

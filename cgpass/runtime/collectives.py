@@ -27,7 +27,7 @@ _FUNCTIONAL, _IN_PLACE = "_c10d_functional", "c10d"
 
 
 def may_be_captured(device: torch.device) -> bool:
-    """Whether graphs on a device can hold collectives. See Note [Buffers that NCCL registers].
+    """Tell whether graphs on a device can hold collectives. See Note [Buffers that NCCL registers].
 
     Tells NCCL to register nothing where that is needed and not too late.
     """
@@ -48,22 +48,22 @@ def _is_of(func: Any, namespace: str) -> bool:
 
 
 def starts(func: Any) -> bool:
-    """Whether an operator starts a functional collective."""
+    """Tell whether an operator starts a functional collective."""
     return _is_of(func, _FUNCTIONAL) and func._opname not in op_tables.STARTS_NOTHING
 
 
 def only_wraps(func: Any) -> bool:
-    """Whether an operator makes a tensor that waits when it is used, and does nothing else."""
+    """Tell whether an operator makes a tensor that waits when it is used, and does nothing else."""
     return _is_of(func, _FUNCTIONAL) and func._opname == "_wrap_tensor_autograd"
 
 
 def holds_up_the_host(func: Any) -> bool:
-    """Whether an operator has the host wait for other processes."""
+    """Tell whether an operator has the host wait for other processes."""
     return _is_of(func, _IN_PLACE) and func._opname in ("barrier", "monitored_barrier_")
 
 
 def communicates(func: Any) -> bool:
-    """Whether an operator communicates while it is called, by itself or as what it starts goes on."""
+    """Tell whether an operator communicates while it is called, by itself or as what it starts goes on."""
     if not isinstance(func, torch._ops.OpOverload):
         return False
     name = func._schema.name
@@ -164,7 +164,7 @@ class UnderWay:
 
 
 def _only_views(func: Any) -> bool:
-    """Whether a call reads and writes no memory."""
+    """Tell whether a call reads and writes no memory."""
     schema = getattr(func, "_schema", None)
     infos = [each.alias_info for each in schema.returns] if schema is not None else []
     return bool(infos) and all(info is not None and not info.is_write for info in infos)
@@ -179,7 +179,7 @@ def _overlap(some: Iterable[tuple[int, int]], others: Sequence[tuple[int, int]])
 
 
 class Unjoined:
-    """What a recording started and did not wait for so far."""
+    """Collectives that a recording started and did not wait for so far."""
 
     def __init__(self) -> None:
         self._started: dict[int, str] = {}

@@ -21,13 +21,13 @@ BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 
 
 def is_capture_error(error: BaseException) -> bool:
-    """Whether only torch or CUDA raise `error`, because a capture does not allow what was done."""
+    """Tell whether only torch or CUDA raise `error`, because a capture does not allow what was done."""
     text = str(error) if isinstance(error, RuntimeError) else ""
     return any(word in text for word in ("captur", "CUDA", "CUBLAS", "CUSOLVER", "CUDNN", "cuDNN"))
 
 
 class CapturedGraph:
-    """What a driver recorded."""
+    """A graph that a driver recorded."""
 
     instantiate_ms: float | None = None
     """Host time of making the recorded graph one that can be launched, None if there is no such step."""
@@ -48,7 +48,7 @@ class GraphDriver:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        """Where tensors must lie."""
+        """The device on which tensors must lie."""
 
     def record(
         self, fn: BoxedCallable, args: list[Any], *, opaque: bool, slot: int = 0
@@ -92,7 +92,7 @@ class GraphDriver:
         """Return memory that nobody uses: after the last graph of a pool, the pool's."""
 
     def is_capturing(self) -> bool:
-        """Whether somebody else records on the current stream."""
+        """Tell whether somebody else records on the current stream."""
         raise NotImplementedError
 
     def enter_call(self) -> None:
@@ -112,7 +112,7 @@ class Pool:
 
     def __init__(self, device: int, handle: Any = None) -> None:
         self.is_given = handle is not None
-        """Whether it is the user's own, which other graphs may use too."""
+        """True if it is the user's own, which other graphs may use too."""
         self.handle: Any = handle or torch.cuda.graph_pool_handle()
         self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._device = device
@@ -122,12 +122,12 @@ class Pool:
 
     @property
     def is_used(self) -> bool:
-        """Whether the allocators take captures into it: not once its last user is gone, or one of them failed."""
+        """True if the allocators take captures into it: not once its last user is gone, or one of them failed."""
         return not self._failed and (bool(self.graphs) or self._users > 0)
 
     @property
     def is_for_warm_ups(self) -> bool:
-        """Whether no graph lies in it, but memory of warm-ups does."""
+        """True if no graph lies in it, but memory of warm-ups does."""
         return not self.graphs and self._users > 0 and not self.is_given
 
     @contextlib.contextmanager
@@ -235,7 +235,7 @@ class _CUDAGraph(CapturedGraph):
         self._generator = generator
         self._recorded = generator.graphsafe_get_state()
         self._draws = True
-        """Whether it draws from the default generator; taken to until the first replay tells."""
+        """True if it draws from the default generator; taken to until the first replay tells."""
         self._is_known = False
         pool.graphs.add(graph)
         self._end = weakref.finalize(self, _destroy, graph, pool)
@@ -454,7 +454,7 @@ class CUDADriver(GraphDriver):
             torch_private.abandon_failed_capture(self._index, pool.handle)
 
     def is_capturing(self) -> bool:
-        """Whether the current stream is being captured."""
+        """Tell whether the current stream is being captured."""
         return torch_private.is_capturing()
 
     def enter_call(self) -> None:

@@ -32,7 +32,7 @@ class Step:
     drops: tuple[int, ...] = ()
     """Slots whose last reader this step is."""
     made: tuple[str, ...] = ()
-    """What each output is, for messages: the node's name and the user's line."""
+    """Each output, for messages: the node's name and the user's line."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Plan:
 
     @property
     def is_one_partition(self) -> bool:
-        """Whether its one step gets what the graph gets, and returns what that returns."""
+        """True if its one step gets what the graph gets, and returns what that returns."""
         if len(self.steps) != 1 or self.constants:
             return False
         (step,) = self.steps

@@ -1,4 +1,4 @@
-"""What a runner does around captures that fail: who is asked why, state put back, memory given back."""
+"""Handles captures that fail: asks why, restores state, gives memory back."""
 
 import contextlib
 import logging
@@ -19,11 +19,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was found to be wrong with a partition whose capture failed."""
+    """The finding about a partition whose capture failed."""
 
     why: str
     again: bool = False
-    """Whether the function's next call compiles it again, without what can't be captured."""
+    """True if the function's next call compiles it again, without what can't be captured."""
 
 
 class OnFailure(Protocol):

@@ -27,7 +27,7 @@ Watch = tuple[tuple[torch.UntypedStorage, ...], bytes]
 """Storages, and three 64-bit integers for each: StorageImpl, address and number of users that it should have."""
 
 is_loaded = False
-"""Whether the functions are there."""
+"""True if the functions are there."""
 
 
 def __getattr__(name: str) -> Any:
@@ -46,12 +46,12 @@ def taker(positions: tuple[int, ...]) -> Callable[[Sequence[Any]], list[Any]]:
 
 
 def members(mappings: Iterable[Mapping[Any, Any]], keys: Iterable[Any]) -> list[Any]:
-    """What each mapping has for its key."""
+    """Return what each mapping has for its key."""
     return list(map(operator.getitem, mappings, keys))
 
 
 def are(values: Sequence[Any], positions: Iterable[int], objects: Iterable[Any]) -> bool:
-    """Whether the values at positions are these very objects."""
+    """Tell whether the values at positions are these very objects."""
     return all(map(operator.is_, map(values.__getitem__, positions), objects))
 
 

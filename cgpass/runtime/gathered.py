@@ -68,7 +68,7 @@ def _end(device: int, handle: Any) -> None:
 
 @functools.cache
 def _has_pools() -> bool:
-    """Whether the allocator knows pools: CUDA's own asynchronous one and those of users don't."""
+    """Tell whether the allocator knows pools: CUDA's own asynchronous one and those of users don't."""
     try:
         return torch.cuda.get_allocator_backend() == "native"
     except RuntimeError:  # a user's

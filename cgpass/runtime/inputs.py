@@ -102,7 +102,7 @@ class Layout:
 
 
 def _ambient_modes() -> tuple[Any, ...]:
-    """What decides which dtypes operators make, and by which kernels, besides their inputs."""
+    """Return what decides which dtypes operators make, and by which kernels, besides their inputs."""
     autocast = [
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         for kind in ("cuda", "cpu")
@@ -116,12 +116,12 @@ def _ambient_modes() -> tuple[Any, ...]:
 
 
 def place_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor begins in its storage, and how large that is."""
+    """Return where a tensor begins in its storage, and how large that is."""
     return int(tensor.storage_offset()), tensor.untyped_storage().nbytes()
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What a placeholder for `tensor` has to have."""
+    """Return what a placeholder for `tensor` has to have."""
     bits = (tensor.is_conj(), tensor.is_neg())
     return (tuple(tensor.size()), tensor.stride(), tensor.dtype, bits)
 
@@ -180,7 +180,7 @@ def describe_tensors(
 
 @dataclass(frozen=True)
 class Found:
-    """What the inputs of one call are."""
+    """The inputs of one call, by kind."""
 
     places: bytes
     """Addresses of the static inputs that are read in place; zero for those that are copied."""
@@ -249,7 +249,7 @@ class Inputs:
         return new
 
     def _was_left(self, i: int, address: int) -> bool:
-        """Whether a storage that lay here was emptied, as FSDP2 does with what it gathered, for others to lie here."""
+        """Tell whether a storage that lay here was emptied, as FSDP2 does with what it gathered, for others to lie here."""
         lay_here = [ref.get() for (at, _), (ref, _) in self._known[i].items() if at == address]
         return any(storage is not None and not storage.nbytes() for storage in lay_here)
 
@@ -271,13 +271,13 @@ class Inputs:
         return None
 
     def _is_another_module(self, args: Sequence[Any], new: Sequence[int]) -> bool:
-        """Whether all parameters (where there is none, all static inputs) are new, and none was moved or replaced."""
+        """Tell whether all parameters (where there is none, all static inputs) are new, and none was moved or replaced."""
         checked = self._layout.checked
         group = [i for i in checked if isinstance(args[i], torch.nn.Parameter)] or checked
         return {*group} <= {*new} and not any(self._was_moved(i, args[i]) for i in group)
 
     def _was_moved(self, i: int, value: torch.Tensor) -> bool:
-        """Whether this very tensor or storage lay elsewhere before, or took the place of one that is gone.
+        """Tell whether this very tensor or storage lay elsewhere before, or took the place of one that is gone.
 
         A tensor that is gone may have left its `id` to this one, which then counts as moved. A weak reference would tell,
         but `torch.utils.swap_tensors` refuses tensors that have one.
@@ -309,7 +309,7 @@ class Inputs:
 
 
 class Moves:
-    """Where modules' parameters and buffers lay when they were recorded, where moves are errors."""
+    """Remembers where modules' parameters and buffers lay when recorded, where moves are errors."""
 
     def __init__(self) -> None:
         self._first: dict[tuple[weakref.ref[torch.nn.Module], str], int] = {}
@@ -399,7 +399,7 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements of `tensor` may share memory (expanded tensors, sliding windows)."""
+    """Tell whether two elements of `tensor` may share memory (expanded tensors, sliding windows)."""
     reach = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size > 1:
@@ -421,7 +421,7 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What lies in memory: `tensor` without its conjugate and negative bits, of a dtype that can be copied."""
+    """Return what lies in memory: `tensor` without its conjugate and negative bits, of a dtype that can be copied."""
     plain = torch_private.with_lazy_bits(tensor, conj=tensor.is_conj(), neg=tensor.is_neg())
     return as_bits(plain)
 
@@ -465,7 +465,7 @@ class Placeholder:
             self.source(value).copy_(self.target)
 
     def source(self, value: torch.Tensor) -> torch.Tensor:
-        """What is copied into `target` when the input is `value`."""
+        """Return what is copied into `target` when the input is `value`."""
         if self.lazy:
             value = memory_of(value)
         if self.whole:

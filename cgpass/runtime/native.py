@@ -61,7 +61,7 @@ class BuildError(Exception):
 
 
 def file_name() -> str:
-    """What the compiled module for this torch and this Python is called.
+    """Return what the compiled module for this torch and this Python is called.
 
     Raises:
         BuildError: This platform is not known to work.
@@ -80,7 +80,7 @@ def file_name() -> str:
 
 
 def cache_folder() -> Path:
-    """Where the compiled module is kept."""
+    """Return where the compiled module is kept."""
     home = os.path.expanduser("~").removeprefix("~")  # a user of a container may have none
     return Path(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache") / "cgpass"
 
@@ -268,7 +268,7 @@ class Loader:
 
     @property
     def status(self) -> str | None:
-        """Whether it is in use, and if not why; None as long as nothing was to be recorded."""
+        """True if it is in use, and if not why; None as long as nothing was to be recorded."""
         if self._process is None:
             return None
         if fast.is_loaded:

@@ -40,13 +40,13 @@ class _Block:
     """The stand-in's storage as bytes."""
     members: list[int] = field(default_factory=list)
     visible: bool = False
-    """Whether the user gets an output on it."""
+    """True if the user gets an output on it."""
     internal: bool = False
-    """Whether other partitions or the backward get one."""
+    """True if other partitions or the backward get one."""
 
 
 def _watches(watch: bytes) -> list[bytes]:
-    """What is known of each storage: see `fast.Watch`."""
+    """Return what is known of each storage: see `fast.Watch`."""
     return [watch[at : at + 24] for at in range(0, len(watch), 24)]
 
 
@@ -101,7 +101,7 @@ class OutputMemory:
     # ---- who holds it
 
     def any_held(self) -> bool:
-        """Whether anybody holds an output: Python, views, autograd's saved tensors, `.grad` fields, closures."""
+        """Tell whether anybody holds an output: Python, views, autograd's saved tensors, `.grad` fields, closures."""
         return fast.any_held(*self.watch)
 
     def held(self, among: Iterable[int] | None = None) -> list[int]:
@@ -114,7 +114,7 @@ class OutputMemory:
         return [k for k in blocks if self.watch[0][k].data_ptr() == self._blocks[k].address]
 
     def addresses(self) -> list[int]:
-        """Where the blocks lie."""
+        """Return where the blocks lie."""
         return [block.address for block in self._blocks]
 
     def num_bytes(self) -> int:
@@ -131,7 +131,7 @@ class OutputMemory:
     # ---- rescue
 
     def can_rescue(self, blocks: Sequence[int]) -> bool:
-        """Whether held blocks may move.
+        """Tell whether held blocks may move.
 
         What a backward that is still to come reads may not, or it would not find it: another recording serves better.
         """

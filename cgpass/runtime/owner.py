@@ -102,7 +102,7 @@ class LiveOutputs:
         self._stack = [entry for entry in self._stack if entry[2] is not recording]
 
     def is_safe(self, recording: "Recording") -> bool:
-        """Whether a replay overwrites nothing that is held. See Note [What a replay overwrites]."""
+        """Tell whether a replay overwrites nothing that is held. See Note [What a replay overwrites]."""
         if self.youngest() >= recording.birth:
             return False
         released = recording.released
@@ -160,9 +160,9 @@ class Owner:
         self._warned_held = False
         self._thread: int | None = None
         self.several_threads = False
-        """Whether calls other than backwards came from several threads."""
+        """True if calls other than backwards came from several threads."""
         self.plain = False
-        """Whether all calls are to run plainly, to be compared with those that replay."""
+        """True if all calls are to run plainly, to be compared with those that replay."""
         self.bypassed: str | None = None
         """Why this call runs without a graph, if it does: "asked", "transform" (whose tensors need have no memory),
         "no_native_code"."""
@@ -208,7 +208,7 @@ class Owner:
     # ---- replays
 
     def is_safe(self, recording: "Recording") -> bool:
-        """Whether a replay overwrites nothing that is held. See Note [What a replay overwrites]."""
+        """Tell whether a replay overwrites nothing that is held. See Note [What a replay overwrites]."""
         return self._slots[recording.slot].live.is_safe(recording)
 
     def overwritten_by(self, recording: "Recording") -> "list[tuple[Recording, list[int]]]":
@@ -239,7 +239,7 @@ class Owner:
     # ---- recordings
 
     def slot_for(self, number: int, *, first: int = 0) -> int | None:
-        """Where a recording goes, not before `first`; None if too much is held.
+        """Return where a recording goes, not before `first`; None if too much is held.
 
         `number` recordings for the same memory have all of their results held: each has a pool of its own, which it shares
         with those of other partitions and layers that have as many.
@@ -305,7 +305,7 @@ class Owner:
         return None
 
     def has_recordings(self) -> bool:
-        """Whether anything is recorded in the first slot."""
+        """Tell whether anything is recorded in the first slot."""
         return bool(self._slots[0].recordings)
 
     def make_space(self) -> None:
@@ -364,7 +364,7 @@ class Owner:
         self._pool_addresses -= Counter(recording.memory.addresses())
 
     def is_pool_storage(self, tensor: "torch.Tensor") -> bool:
-        """Whether `tensor` lies in the output of a recording."""
+        """Tell whether `tensor` lies in the output of a recording."""
         return self._pool_addresses[tensor.untyped_storage().data_ptr()] > 0
 
     def note_plain_results(self, outputs: Iterable[Any]) -> None:
@@ -374,7 +374,7 @@ class Owner:
                 self._plain_results.add(value.untyped_storage())
 
     def ran_without_a_graph(self, tensor: "torch.Tensor") -> bool:
-        """Whether `tensor` shares the memory of what a captured partition returned without a graph."""
+        """Tell whether `tensor` shares the memory of what a captured partition returned without a graph."""
         return tensor.untyped_storage() in self._plain_results
 
     # ---- end

@@ -100,13 +100,13 @@ class PartitionRunner:
         self.owner = owner
         self.options = options
         self.opaque = opaque
-        """Whether kernels of `fn` bypass aten."""
+        """True if kernels of `fn` bypass aten."""
         self.is_backward = is_backward
-        """Whether outputs are gradients, which may be kept while other partitions run."""
+        """True if outputs are gradients, which may be kept while other partitions run."""
         self.communicates = communicates
-        """Whether `fn` communicates with other processes, which take no part in runs that this one makes alone."""
+        """True if `fn` communicates with other processes, which take no part in runs that this one makes alone."""
         self._check_layout = check_layout
-        """Whether tensors' sizes, strides and dtypes belong to the key, since no guard covers them."""
+        """True if tensors' sizes, strides and dtypes belong to the key, since no guard covers them."""
         self.visible: frozenset[int] | None = None
         """Outputs that the user gets, None for all; to be set before the first call."""
         self.read: frozenset[int] = frozenset()
@@ -138,7 +138,7 @@ class PartitionRunner:
             fn, layout, owner, opaque=opaque, finds_writes=check_layout, stats=self.stats
         )
         self._here = threading.local()
-        """Whether this thread ran a call without a graph: libraries keep handles for each thread."""
+        """True if this thread ran a call without a graph: libraries keep handles for each thread."""
         owner.add(self)
         native.loader.start(options.progress)
 
@@ -149,7 +149,7 @@ class PartitionRunner:
 
     @property
     def owns_outputs(self) -> bool:
-        """Whether users own what they get, so that whoever calls `run` copies it. See Note [Calls from several threads]."""
+        """True if users own what they get, so that whoever calls `run` copies it. See Note [Calls from several threads]."""
         return self.owner.several_threads or self.options.outputs == "owned"
 
     def run(self, args: list[Any]) -> Result:

@@ -58,7 +58,7 @@ class Recording:
         stats: CallStats | None = None,
     ) -> None:
         self.closed = False
-        """Whether it is never to be replayed: it was freed, or its outputs are being moved right now."""
+        """True if it is never to be replayed: it was freed, or its outputs are being moved right now."""
         self._stats = stats or CallStats()
         self.birth = birth
         self.slot = slot
@@ -80,7 +80,7 @@ class Recording:
         self._placeholders = dict(placeholders)  # kept alive as long as a recording reads them
         self._copies = copies_in(placeholders)
         self._counts_writes = counts_writes
-        """Whether autograd is to know of every write, since nobody else tells it."""
+        """True if autograd is to know of every write, since nobody else tells it."""
         self._write_back = [(i, placeholders[i]) for i in mutated if i in placeholders]
         self.copied_inputs = {
             i: num_bytes(p.target) * (1 + (i in self.written)) for i, p in placeholders.items()
@@ -149,7 +149,7 @@ class Recording:
         self.memory.seal()
 
     def may_replay(self, args: Sequence[Any]) -> bool:
-        """Whether a replay writes no inputs that somebody else holds."""
+        """Tell whether a replay writes no inputs that somebody else holds."""
         if self.closed:
             return False
         return not self._consumed or fast.exclusive(args, self._consumed, self._users)
@@ -251,7 +251,7 @@ class Recorder:
     owner: Owner
     opaque: bool
     finds_writes: bool
-    """Whether to look for inputs that are written, since nobody tells."""
+    """Set to look for inputs that are written, since nobody tells."""
     stats: CallStats
 
     def record(
@@ -318,7 +318,7 @@ class Recorder:
     def _outside(
         self, said: SaidToBeWritten, outputs: Sequence[Any], slot: int
     ) -> dict[int, torch.UntypedStorage]:
-        """What the callable read or returned that is neither an input nor made by it, by address."""
+        """Return what the callable read or returned that is neither an input nor made by it, by address."""
         owner = self.owner
         found = dict(said.outside)
         found.update(

@@ -1,4 +1,4 @@
-"""What the environment says of buffers that NCCL registers. Loads no torch: `import cgpass` is where it can be told.
+"""Reads the environment on buffers that NCCL registers. Loads no torch: `import cgpass` is where it can be told.
 
 Note [Buffers that NCCL registers]
     NCCL registers the buffers of captured collectives with the other devices, each as a part of one allocation. An
@@ -22,14 +22,14 @@ _SETTINGS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def asks_for_expandable_segments() -> bool:
-    """Whether the environment does, in either of the names that torch reads."""
+    """Tell whether the environment does, in either of the names that torch reads."""
     given = ",".join(os.environ.get(name, "") for name in _SETTINGS).replace(" ", "").split(",")
     values = [each.partition(":")[2] for each in given if each.startswith("expandable_segments:")]
     return any(value.lower() in ("true", "1") for value in values)
 
 
 def is_off() -> bool | None:
-    """Whether NCCL is told to register nothing, None if it is told nothing."""
+    """Tell whether NCCL is told to register nothing, None if it is told nothing."""
     value = os.environ.get(NAME)
     if value is None:
         return None

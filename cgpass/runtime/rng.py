@@ -44,7 +44,7 @@ _drawing = threading.RLock()
 
 
 class _Positions(threading.local):
-    """Where the pairs drew in one thread's call."""
+    """The positions at which the pairs drew in one thread's call."""
 
     def __init__(self) -> None:
         self.by_number: list[Any] = []
@@ -66,7 +66,7 @@ class ForwardState:
             self._positions.by_number[self._number] = _position_of(self._generator)
 
     def start(self) -> Any:
-        """Where a partition with this operator begins; nothing for generators that have no positions."""
+        """Return where a partition with this operator begins; nothing for generators that have no positions."""
         return _position_of(self._generator) if self._generator.device.type == "cuda" else None
 
     def distance(self, start: Any) -> int:
@@ -226,7 +226,7 @@ def caller_of(
     *,
     exact: bool,
 ) -> Boxed:
-    """What calls a compiled graph with pairs, with the calling convention of one that has none.
+    """Return what calls a compiled graph with pairs, with the calling convention of one that has none.
 
     The graph's last inputs are the pairs' states; `positions_at` is where the positions are among its outputs or inputs.
     """

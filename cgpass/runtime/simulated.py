@@ -45,7 +45,7 @@ def _refuse(what: Any) -> NoReturn:
 
 
 def _reads_on_host(func: Any, args: Sequence[Any]) -> bool:
-    """Whether an operator hands a tensor's data to the host, which on CUDA waits for the device."""
+    """Tell whether an operator hands a tensor's data to the host, which on CUDA waits for the device."""
     tags = getattr(func, "tags", ())
     if any(tag in tags for tag in _HOST_READS) or str(func) == "aten.item.default":
         return True
@@ -113,12 +113,12 @@ def _random_state() -> bytes:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Where its memory is; zeros that autograd makes without any are nowhere, as empty tensors are."""
+    """Return where its memory is; zeros that autograd makes without any are nowhere, as empty tensors are."""
     return 0 if torch_private.is_zero_tensor(tensor) else tensor.untyped_storage().data_ptr()
 
 
 def _is_new(value: Any, known: Container[int]) -> bool:
-    """Whether a call made this tensor, rather than returning one it was given."""
+    """Tell whether a call made this tensor, rather than returning one it was given."""
     if not isinstance(value, torch.Tensor) or value.untyped_storage().nbytes() == 0:
         return False
     address = _address(value)
@@ -145,7 +145,7 @@ class SimulatedPool:
         return address in self._blocks
 
     def addresses(self) -> frozenset[int]:
-        """Where blocks lie, free ones too."""
+        """Return where blocks lie, free ones too."""
         return frozenset(self._blocks)
 
     def live_blocks(self) -> dict[int, int]:
@@ -378,5 +378,5 @@ class SimulatedDriver(GraphDriver):
         return {} if pool is None else pool.live_blocks()
 
     def is_capturing(self) -> bool:
-        """Whether this thread records right now, through whichever driver: a recording inside would be part of it."""
+        """Tell whether this thread records right now, through whichever driver: a recording inside would be part of it."""
         return is_capturing_here()

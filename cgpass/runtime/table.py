@@ -53,7 +53,7 @@ class Seen:
 
     @property
     def is_gone(self) -> bool:
-        """Whether something that it reads in place exists no more."""
+        """True if something that it reads in place exists no more."""
         return any(storage.expired for storage in self.storages.values())
 
 
@@ -77,7 +77,7 @@ class RecordingTable:
         """The key that was remembered last."""
 
     def get(self, key: Key) -> Seen | None:
-        """What is known of a key, if it was seen."""
+        """Return what is known of a key, if it was seen."""
         return self._seen.get(key)
 
     def recordings(self, shape: ShapeKey, places: bytes, values: bytes) -> list[Recording]:
@@ -90,11 +90,11 @@ class RecordingTable:
         return [recording for seen in self._seen.values() for recording in seen.all()]
 
     def has_room(self, storages: tuple[int, ...]) -> bool:
-        """Whether one more recording may be made for a set of storages."""
+        """Tell whether one more recording may be made for a set of storages."""
         return self._recorded[storages] < self._max_recordings
 
     def recorded_shape(self) -> ShapeKey | None:
-        """What was computed by the newest recording, if there is one."""
+        """Return what was computed by the newest recording, if there is one."""
         return next((s.key[0] for s in reversed(self._seen.values()) if s.recordings), None)
 
     def remember(self, new: Seen) -> Seen:

@@ -134,7 +134,7 @@ class SaidToBeWritten(torch_private.TorchDispatchMode):
         self._inside = {value.untyped_storage().data_ptr() for value in filter(has_place, inputs)}
 
     def is_unknown(self, value: Any) -> bool:
-        """Whether no operator had anything to do with a tensor, nor is it an input."""
+        """Tell whether no operator had anything to do with a tensor, nor is it an input."""
         return bool(self._unknown(value))
 
     def _unknown(self, tree: Any) -> dict[int, torch.UntypedStorage]:
@@ -168,7 +168,7 @@ class SaidToBeWritten(torch_private.TorchDispatchMode):
 
 
 def has_place(value: Any) -> bool:
-    """Whether a value is a tensor in plain memory, and has elements.
+    """Tell whether a value is a tensor in plain memory, and has elements.
 
     Zeros that forward-mode AD makes have no memory.
     """
@@ -178,7 +178,7 @@ def has_place(value: Any) -> bool:
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor's memory begins and ends."""
+    """Return where a tensor's memory begins and ends."""
     reach = sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
     begin = tensor.data_ptr()
     return begin, begin + (1 + reach) * tensor.element_size()

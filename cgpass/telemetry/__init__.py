@@ -83,7 +83,7 @@ class ByHand(CallStats):
 
 @dataclass(frozen=True)
 class PartitionRun:
-    """What is known of a captured partition's calls; it stays when the partition is gone."""
+    """The calls of a captured partition; it stays when the partition is gone."""
 
     stats: CallStats
     notes: Sequence[RecordingNote]
@@ -102,7 +102,7 @@ class PartitionRun:
 
 @dataclass(frozen=True)
 class GraphRun:
-    """What runs a compiled graph; kept after that is gone."""
+    """The runs of a compiled graph; kept after that is gone."""
 
     tally: Tally
     parts: Mapping[str, PartitionRun]

@@ -17,7 +17,7 @@ _ERASE: Final = "\r\x1b[K"
 Setting = Literal["auto", "off"]
 
 _texts: Final[list[str]] = []
-"""What is being done, the innermost last."""
+"""Work in progress, the innermost last."""
 
 
 @contextlib.contextmanager
@@ -56,7 +56,7 @@ def _draw(ended: threading.Event) -> None:
 
 
 def _is_terminal() -> bool:
-    """Whether stderr can move its cursor, and no other process of a job shows its own line there."""
+    """Tell whether stderr can move its cursor, and no other process of a job shows its own line there."""
     if os.environ.get("TERM") == "dumb" or os.environ.get("LOCAL_RANK", "0") != "0":
         return False
     with contextlib.suppress(AttributeError, ValueError):  # what stands in for it, or a closed one

@@ -31,7 +31,7 @@ OTHER_FIXES: Final = {
     "recompile_limit": "keep what changes from call to call the same, or make it a tensor; TORCH_LOGS=recompiles "
     "names each cause",
 }
-"""What a user can do, by code, where no rule about an operator is the reason."""
+"""Remedies, by code, where no rule about an operator is the reason."""
 OTHER_OPTIONS: Final = (
     "compile it once, with one set of options, or call torch.compiler.reset() before it gets others"
 )
@@ -42,12 +42,12 @@ _ORDINALS: Final = ("first", "second", "third")
 
 
 def is_size(name: str) -> bool:
-    """Whether an input is the size of a dimension, by its name."""
+    """Tell whether an input is the size of a dimension, by its name."""
     return _SIZE.match(name) is not None
 
 
 def new_value(name: str) -> tuple[str, str]:
-    """What takes new values, `the first dimension of x`, by the input's name, and what to do about it."""
+    """Return what takes new values, `the first dimension of x`, by the input's name, and what to do about it."""
     size = _SIZE.match(name)
     if size is None:
         return f"the number {name}", "pass it as a 0-dim tensor on the device"
@@ -72,11 +72,11 @@ class Reason:
     code: str
     """Stable name of the rule."""
     op: str
-    """What the node calls; empty if no single operator is to blame."""
+    """The operator that the node calls; empty if no single one is to blame."""
     detail: str
-    """What about it can't be captured."""
+    """The cause: what about it can't be captured."""
     fix: str
-    """What the user can do about it."""
+    """The remedy."""
     line: str | None = None
     """The user's line, `model.py:41 in forward: code`."""
     rest: str | None = None
@@ -84,11 +84,11 @@ class Reason:
     count: int = 1
     """Operators that a report says it of."""
     is_earlier: bool = False
-    """Whether it was noted before the report that tells of it; nobody knows whether its calls met it."""
+    """True if it was noted before the report that tells of it; nobody knows whether its calls met it."""
 
     @property
     def is_chosen(self) -> bool:
-        """Whether it runs outside of graphs because cgpass chose so, not because it can't be captured."""
+        """True if it runs outside of graphs because cgpass chose so, not because it can't be captured."""
         return self.code in CHOSEN
 
     @property
@@ -154,11 +154,11 @@ class CallReasons:
         self._changed.update((code, *each) for each in inputs)
 
     def noted(self) -> Noted:
-        """What was noted so far, for `told` of what comes after."""
+        """Return what was noted so far, for `told` of what comes after."""
         return self._counts.copy(), self._changed.copy()
 
     def told(self, counts: Mapping[str, int], since: Noted | None = None) -> tuple[Reason, ...]:
-        """What was noted since as reasons; `counts` are what the partition's counters grew by."""
+        """Return what was noted since as reasons; `counts` are what the partition's counters grew by."""
         before, changed_before = since or (Counter(), Counter())
         calls, details = counts["calls"], dict(self._details)
         without = self._counts - before

@@ -1,4 +1,4 @@
-"""What is kept of compiled graphs, partitions and recordings for reports: texts and numbers, nothing of the user's."""
+"""Summaries of compiled graphs, partitions and recordings for reports: texts and numbers, nothing of the user's."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ class PartitionSummary:
 
     @property
     def skipped(self) -> bool:
-        """Whether something in it can't be captured."""
+        """True if something in it can't be captured."""
         return not self.captured and not all(reason.is_chosen for reason in self.reasons)
 
     @property
@@ -44,7 +44,7 @@ class GraphSummary:
     num_ops: int = 0
     """Operators of such a graph."""
     place: str | None = None
-    """Where the function that it belongs to begins, `model.py:41 in forward`."""
+    """The line where its function begins, `model.py:41 in forward`."""
     why: tuple[Reason, ...] = ()
     """The reasons for `skip`, one for each operator to blame."""
     function: int | None = None

@@ -16,10 +16,10 @@ from cgpass.telemetry.summaries import RecordingNote
 
 @dataclass(frozen=True)
 class Source:
-    """Where what is compiled comes from, for messages and traces."""
+    """The origin of what is compiled, for messages and traces."""
 
     place: str | None = None
-    """Where the function begins, `model.py:41 in forward`."""
+    """The line where the function begins, `model.py:41 in forward`."""
     trace_id: Any = None
     """What torch's trace lists its compilation under."""
 

@@ -99,7 +99,7 @@ def check_versions(node: Any) -> None:
 
 
 def keeps_graph() -> bool:
-    """Whether the running backward pass leaves its graph for another one (`retain_graph=True`).
+    """Tell whether the running backward pass leaves its graph for another one (`retain_graph=True`).
 
     Source: torch/csrc/autograd/init.cpp `_get_current_graph_task_keep_graph`, 2.11 to 2.15.
     """

@@ -253,7 +253,7 @@ def not_one_graph() -> tuple[type[BaseException], ...]:
 
 
 def is_recompile_limit(error: BaseException) -> bool:
-    """Whether Dynamo raised since a function was compiled as often as it may be, and needs to be once more."""
+    """Tell whether Dynamo raised since a function was compiled as often as it may be, and needs to be once more."""
     from torch._dynamo import exc
 
     return isinstance(error, exc.FailOnRecompileLimitHit)

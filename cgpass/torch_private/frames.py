@@ -1,4 +1,4 @@
-"""What Dynamo counts, gives up, and breaks at."""
+"""Reads what Dynamo counts, gives up, and breaks at."""
 
 import functools
 import sys
@@ -56,7 +56,7 @@ def was_given_up(compilation: Any) -> bool:
 
 @dataclass(eq=False, slots=True)
 class GraphBreak:
-    """What Dynamo said of a graph break."""
+    """A graph break, as Dynamo told of it."""
 
     code: types.CodeType
     """Of the function that was compiled and had it, in itself or in what it calls."""
@@ -66,11 +66,11 @@ class GraphBreak:
     """All frames that it was traced through, outermost first."""
     thread: int
     told: bool = False
-    """Whether a graph tells of it."""
+    """True if a graph tells of it."""
     over: bool = False
-    """Whether Dynamo forgot since what it compiled."""
+    """True if Dynamo forgot since what it compiled."""
     earlier: bool = False
-    """Whether summaries began anew since."""
+    """True if summaries began anew since."""
 
     @property
     def function(self) -> tuple[str, str]:

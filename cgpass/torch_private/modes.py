@@ -1,4 +1,4 @@
-"""What sees or changes the operators that a thread calls: modes, fake tensors', too, transforms, autograd, autocast."""
+"""Modes that see or change the operators that a thread calls: fake tensors', too, transforms, autograd, autocast."""
 
 import concurrent.futures
 import contextlib
@@ -92,7 +92,7 @@ num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 is_jit_traced: Callable[[], bool] = torch._C._is_tracing
-"""Whether `torch.jit.trace`, or an export to ONNX by it, traces what this thread runs. Half of the cost of
+"""True if `torch.jit.trace`, or an export to ONNX by it, traces what this thread runs. Half of the cost of
 `torch.jit.is_tracing`.
 
 Source: torch/csrc/jit/python/python_tracer.cpp, 2.11 to 2.15.
@@ -104,7 +104,7 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 in_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Whether a transform of `torch.func` is running: vmap, grad, jvp and what is made of them."""
+"""True if a transform of `torch.func` is running: vmap, grad, jvp and what is made of them."""
 
 
 def in_forward_ad() -> bool:

@@ -97,7 +97,7 @@ def note_stepped(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 
 def scaler_is_within_a_step(scaler: Any) -> bool:
-    """Whether gradients were unscaled or an optimizer stepped since the scaler's last update."""
+    """Tell whether gradients were unscaled or an optimizer stepped since the scaler's last update."""
     return bool(scaler._per_optimizer_states)
 
 
@@ -107,7 +107,7 @@ def forget_step_of_scaler(scaler: Any) -> None:
 
 
 def scaler_numbers(scaler: Any) -> dict[str, Any]:
-    """What a scaler's update reads on the host."""
+    """Return what a scaler's update reads on the host."""
     names = ("growth_factor", "backoff_factor", "growth_interval")
     return {f"the scaler's {name}": getattr(scaler, f"_{name}") for name in names}
 
@@ -118,7 +118,7 @@ def scale_of(scaler: Any) -> torch.Tensor:
 
 
 def kernel_flags() -> dict[str, Any]:
-    """What chooses kernels, beside their inputs, and not all of which Dynamo guards.
+    """Return what chooses kernels, beside their inputs, and not all of which Dynamo guards.
 
     Source: torch/csrc/Module.cpp, 2.11 to 2.15; the older `allow_tf32` raise where a user set the newer names.
     """

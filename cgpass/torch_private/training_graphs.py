@@ -1,4 +1,4 @@
-"""What AOTAutograd's autograd function has to do around a training graph."""
+"""The work of AOTAutograd's autograd function around a training graph."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from cgpass.torch_private.modes import has_default_saved_tensors_hooks, uses_com
 
 @dataclass(frozen=True)
 class TrainingLayout:
-    """What AOTAutograd's autograd function has to do with a training graph's inputs and outputs, where that is little."""
+    """The work of AOTAutograd's autograd function on a training graph's inputs and outputs, where that is little."""
 
     num_inputs: int
     num_returned: int
@@ -33,7 +33,7 @@ class TrainingLayout:
     dynamic: tuple[tuple[int, Any], ...]
     """Outputs with symbolic sizes, and their dimensions, for graphs traced after this one."""
     deterministic: bool | None
-    """Whether deterministic algorithms were asked for when it was traced."""
+    """True if deterministic algorithms were asked for when it was traced."""
 
 
 def training_layout() -> TrainingLayout | None:

@@ -1,4 +1,4 @@
-"""Where Dynamo ended a graph before the function's end: line, cause and remedy."""
+"""Graph breaks, where Dynamo ended a graph before the function's end: line, cause and remedy."""
 
 import itertools
 import os
@@ -50,7 +50,7 @@ _KNOWN: Final = tuple(
         ),
     )
 )
-"""What torch says, what that means, and what to do.
+"""Torch's words, what they mean, and what to do.
 
 Source: torch/_dynamo/graph_break_registry.json, `GraphCompileReason`, 2.11 to 2.15.
 """

@@ -1,4 +1,4 @@
-"""What an input of a partition is to the runtime: its kind, the name its user knows, where it is used."""
+"""Inputs of partitions as the runtime knows them: kind, the name its user knows, where it is used."""
 
 import enum
 from dataclasses import dataclass

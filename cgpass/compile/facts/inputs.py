@@ -1,4 +1,4 @@
-"""What placeholders and values of a graph are to the runtime: with a static input, in the pool, or new in every call."""
+"""Tells static inputs of a graph, values in the pool, and those that are new in every call."""
 
 from collections.abc import Collection, Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Where the user wrote what a node does: a line, or a module."""
+"""Finds the line, or the module, in which the user wrote what a node does."""
 
 import itertools
 import os
@@ -54,7 +54,7 @@ def _modules(node: fx.Node) -> list[tuple[str, object]]:
 
 
 def spans(gm: fx.GraphModule) -> str | None:
-    """Where the user wrote the first and the last of what a graph calls: `model.py:41 to model.py:47`, or the one line."""
+    """Return where the user wrote the first and the last of what a graph calls: `model.py:41 to model.py:47`, or the one line."""
     calls = (node for node in gm.graph.nodes if node.op == "call_function")
     lines = [line for line in map(user_line, calls) if line is not None]
     if not lines:
@@ -87,7 +87,7 @@ def begins_at(gm: fx.GraphModule) -> str | None:
 
 
 def _torchs_own(node: fx.Node) -> str | None:
-    """Where torch's own function begins that a node is of, as an optimizer's: `torch/optim/adam.py:245 in step`."""
+    """Return where torch's own function begins that a node is of, as an optimizer's: `torch/optim/adam.py:245 in step`."""
     match = _FRAME.search(node.stack_trace or "")
     if match is None or not match["file"].startswith(_TORCH_ROOT):
         return None

@@ -1,4 +1,4 @@
-"""What is known of single operators: which ones a CUDA graph can't hold, and what to do about it.
+"""Tables of single operators: which ones a CUDA graph can't hold, and what to do about it.
 
 Source: a capture of every operator below and of what is missing here on an H200 with torch 2.11;
 ATen's implementations for what no tag tells (2.11 to 2.15).
@@ -216,7 +216,7 @@ FIXES = {
     ),
     "torch_unsafe": "leave it: only this runs outside of the graphs",
 }
-"""What a user can do, by the code of the reason."""
+"""Remedies, by the code of the reason."""
 
 _SHARED_FIXES = {
     "leave it, or call it outside of the compiled function: no form of it runs in a CUDA graph": (
@@ -252,7 +252,7 @@ OPERATOR_FIXES = {
     "searchsorted": "leave out sorter=: search in the sorted sequence",
     "segment_reduce": "use torch.scatter_reduce with the row of each element",
 }
-"""What a user can do about one operator, by name, where that is more than its code says."""
+"""Remedies for one operator, by name, where that is more than its code says."""
 
 OPERATOR_CODES = frozenset({"dynamic_shape", "host_read", "host_sync"})
 """Reasons that are about what the operator does, not about its inputs."""

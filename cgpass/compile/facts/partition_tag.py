@@ -7,10 +7,10 @@ from torch import fx
 from cgpass.telemetry.reason import Reason
 
 KEY = "cgpass"
-"""Where `node.meta` holds the tag."""
+"""The key of `node.meta` that holds the tag."""
 
 REASON_KEY = "cgpass_reason"
-"""Where `node.meta` holds why the node is eager."""
+"""The key of `node.meta` that holds why the node is eager."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class PartitionTag:
     index: int
     """Position of the partition among all partitions of its graph, captured and eager alike."""
     captured: bool
-    """Whether a CUDA graph will hold the partition."""
+    """True if a CUDA graph will hold the partition."""
 
     def __str__(self) -> str:
         return f"{'captured' if self.captured else 'eager'}_{self.index}"

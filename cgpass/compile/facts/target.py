@@ -1,4 +1,4 @@
-"""Where a graph is captured: on its one device, or nowhere and why."""
+"""Says on which device a graph is captured, or why nowhere."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from cgpass.compile.facts.op_tables import QUANTISING
 
 @dataclass(frozen=True)
 class Target:
-    """Where a graph's partitions are captured, or why they are not."""
+    """The device on which a graph's partitions are captured, or why they are not."""
 
     device: torch.device
     records: bool

@@ -1,4 +1,4 @@
-"""What a pass is, and the runner that checks, times, logs and traces each one."""
+"""The base of passes, and the runner that checks, times, logs and traces each one."""
 
 import abc
 import logging
@@ -34,7 +34,7 @@ _KEPT = (
 
 @dataclass(frozen=True)
 class PassContext:
-    """Where a pass runs: what it may know beside the graph and its own settings."""
+    """All that a pass may know beside the graph and its own settings."""
 
     device: torch.device
     """The device whose work is captured."""
@@ -47,7 +47,7 @@ class PassContext:
 
 @dataclass(frozen=True)
 class PassResult:
-    """What a pass, or a row of them, left."""
+    """The result of a pass, or of a row of them."""
 
     gm: fx.GraphModule
     modified: bool

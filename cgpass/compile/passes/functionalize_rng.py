@@ -16,7 +16,7 @@ from cgpass.errors import PostconditionError
 
 @dataclass(frozen=True)
 class RngPairs:
-    """What a graph with pairs is called with. See Note [Pairs of random operators]."""
+    """Describes how a graph with pairs is called. See Note [Pairs of random operators]."""
 
     devices: tuple[torch.device, ...]
     """Where each pair draws."""

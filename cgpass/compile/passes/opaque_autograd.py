@@ -137,7 +137,7 @@ class FormulaContext:
         self.saved_tensors: tuple[torch.Tensor | None, ...] = ()
         self.materialize_grads = True
         self.marks_outputs = False
-        """Whether some have no gradient."""
+        """True if some have no gradient."""
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
         """Keep `tensors` as `saved_tensors`."""

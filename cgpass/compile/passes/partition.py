@@ -36,7 +36,7 @@ class Partition(Pass):
     max_memory_increase: float = 0.05
     """How much reordering may raise the estimated peak memory, as a fraction."""
     collectives: bool = True
-    """Whether collectives may be captured."""
+    """True if collectives may be captured."""
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
         """Tag `gm`'s nodes, in an order with few boundaries."""
