@@ -19,6 +19,7 @@ from cgpass.graphed.target import Target
 from cgpass.graphed.warmup import Pass, prepared
 from cgpass.options import current_defaults
 from cgpass.runtime import native
+from cgpass.runtime.changes import mend, open_modes
 from cgpass.runtime.driver import CUDADriver
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
@@ -147,6 +148,7 @@ def _record(
             for function, pair in zip(functions, pairs, strict=True):
                 function.add(pair)
     except BaseException:
+        mend(open_modes)
         owner.close()
         raise
 

@@ -34,6 +34,7 @@ from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
 from cgpass.recompute.checkpointed import Checkpoint
+from cgpass.runtime.changes import Mode
 from cgpass.runtime.writes import SaidToBeWritten, has_place
 
 if TYPE_CHECKING:
@@ -57,14 +58,14 @@ class Differentiated:
         """Describe a run of `d`, a `Pass`. See Note [A backward with explicit saved tensors]."""
         self._run = d.run
         self._binding: Binding = d.binding
-        self._statics: Statics = d.statics
+        self.statics: Statics = d.statics
         self._with_grad = d.with_grad
         self._copies_inputs = warms_up or d.keeps_inputs
         self._keeps_saved = warms_up or d.asks_again
         """True if saved tensors outlive their last known use."""
         self._watches = not warms_up and d.keeps_inputs
         """True if writes to copies of arguments are written back."""
-        self._members = [_like(t, t.new_empty(0), t.requires_grad) for t in d.statics.distinct()]
+        self.stand_ins = [_like(t, t.new_empty(0), t.requires_grad) for t in d.statics.distinct()]
         self._inputs: list[torch.Tensor] = []
         self._saved: list[torch.Tensor | None] = []
         self._left: list[int] = []
@@ -101,15 +102,15 @@ class Differentiated:
         samples, wanted = self._binding.samples, self._binding.requires_grad
         places = [t.clone() if self._copies_inputs else t.detach() for t in inputs]
         self._inputs = list(map(_like, samples, places, wanted))
-        versions = [t._version for t in (*self._inputs, *self._members)]
+        versions = [t._version for t in (*self._inputs, *self.stand_ins)]
         args, kwargs = self._binding.call(self._inputs)
         said = SaidToBeWritten(self._inputs if self._watches else ())
         watching = said if self._watches else contextlib.nullcontext()
-        with self._placed(members), torch.set_grad_enabled(self._with_grad), watching:
+        with _Placed(self, members), torch.set_grad_enabled(self._with_grad), watching:
             self.result = self._run(*args, **kwargs)
             outputs = tensors_of(self.result)
             given = [self._as_given(out.detach(), places, inputs) for out in outputs]
-        now = [t._version for t in (*self._inputs, *self._members)]
+        now = [t._version for t in (*self._inputs, *self.stand_ins)]
         self.written = {i for i, version in enumerate(versions) if now[i] != version} | said.found
         with_grad = [i for i, out in enumerate(outputs) if out.requires_grad]
         self.with_grad = with_grad if self._with_grad else []
@@ -129,26 +130,11 @@ class Differentiated:
                     return torch_private.on_storage(value.untyped_storage(), out)
         return out
 
-    @contextlib.contextmanager
-    def _placed(self, members: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Have the stand-ins lie on memory, and the modules have them, for a block."""
-        for stand_in, place in zip(self._members, members, strict=True):
-            stand_in.data = place.detach()
-        for holder, values in self._attributes:
-            holder.update(values)
-        try:
-            with self._statics.replaced(self._members):
-                yield
-        finally:
-            self._take_attributes([holder for holder, _ in self._attributes])
-            for stand_in in self._members:
-                stand_in.data = stand_in.new_empty(0)
-
     # ---- the graph
 
     def separate(self) -> list[torch.Tensor]:
         """Take what the graph saved out of it, and forget the result; returns what it saved."""
-        numbers = {id(t): k for k, t in enumerate(self._members)}
+        numbers = {id(t): k for k, t in enumerate(self.stand_ins)}
         is_opaque, found = False, []
         holders: dict[int, dict[str, Any]] = {}
         places: set[int] = set()
@@ -176,12 +162,28 @@ class Differentiated:
         found.clear()
         each = None
         self.keeps_inputs = is_opaque or _are_kept(self._inputs, saved)
-        self._take_attributes(holders.values())
+        self._take_attributes((holder, {}) for holder in holders.values())
         self._attributes_of_forward = self._attributes
         return saved
 
-    def _take_attributes(self, holders: Iterable[dict[str, Any]]) -> None:
-        self._attributes = [(holder, dict(holder)) for holder in holders]
+    def place(self, members: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> None:
+        """Have the stand-ins lie on memory, and modules and graph hold what a run finds there."""
+        for stand_in, place in zip(self.stand_ins, members, strict=True):
+            stand_in.data = place.detach()
+        for holder, values in self._attributes:
+            holder.update(values)
+        self.statics.put(held)
+
+    def unplace(self, held: Sequence[torch.Tensor]) -> None:
+        """Undo `place`, modules holding what they held; may be done twice."""
+        self.statics.put(held)
+        self._take_attributes(self._attributes)
+        for stand_in in self.stand_ins:
+            stand_in.data = stand_in.new_empty(0)
+
+    def _take_attributes(self, known: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+        """Take all that dictionaries hold; where they hold nothing any more it is what is known of them."""
+        self._attributes = [(holder, dict(holder) or values) for holder, values in known]
         for holder, _ in self._attributes:
             holder.clear()
 
@@ -236,7 +238,7 @@ class Differentiated:
     @property
     def leaves(self) -> list[torch.Tensor]:
         """Return what may get a gradient: arguments, then parameters and buffers."""
-        return [*self._inputs, *self._members]
+        return [*self._inputs, *self.stand_ins]
 
     def backward(
         self,
@@ -260,7 +262,7 @@ class Differentiated:
         leaves = [self.leaves[i] for i in wanted]
         off = torch.autocast(self._binding.device.type, enabled=False)
         try:
-            with self._placed(members), off:
+            with _Placed(self, members), off:
                 found = self._gradients(given, leaves)
         finally:
             self._saved = []
@@ -284,12 +286,35 @@ class Differentiated:
     ) -> dict[int, torch.Tensor]:
         """Gradients that the backward left out, by position among the members, as `backward_dw` makes them."""
         off = torch.autocast(self._binding.device.type, enabled=False)
-        with self._placed(members), torch.no_grad(), off:
+        with _Placed(self, members), torch.no_grad(), off:
             make()
-            found = {k: t.grad for k, t in enumerate(self._members) if t.grad is not None}
-            for stand_in in self._members:
+            found = {k: t.grad for k, t in enumerate(self.stand_ins) if t.grad is not None}
+            for stand_in in self.stand_ins:
                 stand_in.grad = None
             return found
+
+
+class _Placed(Mode):
+    """Have the stand-ins of a run lie on memory, and the modules have them, for a block that assigns none of them anew."""
+
+    def __init__(self, run: Differentiated, members: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._run, self._places = run, members
+        self._before = run.statics.now()
+        self._held = run.statics.with_others(run.stand_ins)
+
+    def begin(self) -> None:
+        self._run.place(self._places, self._held)
+
+    def undo(self) -> None:
+        self._run.unplace(self._before)
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        try:
+            if kind is None:
+                self._run.statics.check_kept(self._held)
+        finally:
+            super().__exit__(kind, *error)
 
 
 def _unpack_of(run: Differentiated) -> Callable[[Any], torch.Tensor]:

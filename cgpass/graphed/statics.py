@@ -1,8 +1,7 @@
 """`Statics`: the tensors that a callable reads besides its arguments, and what its modules were like."""
 
-import contextlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -127,26 +126,23 @@ class Statics:
         """The first name of each of them."""
         return [self.names[i] for i in self.firsts()]
 
-    @contextlib.contextmanager
-    def replaced(self, others: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Have modules hold other tensors in place of `distinct()`, for a block that assigns none of them anew."""
-        before = self.now()
+    def with_others(self, others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Others in place of `distinct()`, one for each name."""
         numbers = {id(tensor): k for k, tensor in enumerate(self.distinct())}
-        new = [others[numbers[id(tensor)]] for tensor in before]
-        self._put(new)
-        try:
-            yield
-            now = self.now()
-            names = [self.names[i] for i, tensor in enumerate(new) if now[i] is not tensor]
-        finally:
-            self._put(before)
+        return [others[numbers[id(tensor)]] for tensor in self.now()]
+
+    def check_kept(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise if modules hold others than these, which were put."""
+        now = self.now()
+        names = [self.names[i] for i, tensor in enumerate(tensors) if now[i] is not tensor]
         if names:
             raise GraphedArgumentError(
                 f"make_graphed_callables: {self._callable} assigns {', '.join(names)} anew when it runs, which no replay "
                 "would do. Have it write in place, as in self.buffer.copy_(value) or self.buffer.add_(1)."
             )
 
-    def _put(self, tensors: Sequence[torch.Tensor]) -> None:
+    def put(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Have modules hold tensors, one for each name."""
         for holder, key, tensor in zip(self._dicts, self._keys, tensors, strict=True):
             holder[key] = tensor
 

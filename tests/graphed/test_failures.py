@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import cgpass
+from cgpass.graphed.statics import Statics
 from cgpass.runtime.recording import Recording
 from tests.graphed.steps import net, rng_state, same, same_grads, step, twins
 
@@ -272,3 +273,23 @@ def test_a_backward_that_can_not_be_recorded_late_runs_without_a_graph(setting, 
     fails.clear()
     x = setting.randn(4, 8)
     same(graphed(x), module.inner(x))
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_an_interrupted_recording_leaves_modules_as_they_were(setting, monkeypatch, at):
+    module, x = setting.module(torch.nn.Linear(4, 4)), setting.randn(2, 4)
+    before, put, calls = list(module.parameters()), Statics.put, []
+
+    def interrupted(statics, tensors):
+        calls.append(tensors)
+        if len(calls) == at + 1:
+            holder, key = statics._dicts[0], statics._keys[0]
+            holder[key] = tensors[0]
+            raise KeyboardInterrupt
+        put(statics, tensors)
+
+    monkeypatch.setattr(Statics, "put", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        setting.graphed(module, (x,))
+    assert all(a is b for a, b in zip(module.parameters(), before, strict=True))
+    same(setting.graphed(module, (x,))(x), module(x))
