@@ -240,7 +240,7 @@ class History:
             if not values:
                 return (
                     "anew",
-                    "memory was laid out anew for a larger call; the largest first avoids it",
+                    "memory was laid out anew, for a larger call or for gradients that are kept",
                 )
             return "memory", f"values of other partitions lie elsewhere: {values}"
         known = zip(layout.parameters, self._tensors, tensors, strict=False)
