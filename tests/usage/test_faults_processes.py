@@ -79,7 +79,8 @@ class Waits:
 
     def __exit__(self, *error):
         self.may_go_on.set()
-        self.thread.join()
+        self.thread.join(60)
+        assert not self.thread.is_alive()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
