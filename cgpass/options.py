@@ -160,7 +160,7 @@ def set_defaults(**options: Any) -> _SetDefaults:
     these calls within the block, or give `options=`, which stay with the function. `options=` of `torch.compile` goes before these defaults,
     and these go before the environment variables `CGPASS_<OPTION>`.
 
-    Example:
+    Examples:
         >>> with cgpass.set_defaults(driver="none") as options:
         ...     options.driver
         'none'

@@ -75,7 +75,7 @@ def train_step(
 ) -> "TrainStep":
     """Make a whole training step a function that replays as one CUDA graph.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(8, 1)
         >>> optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         >>> def loss_fn(x, y):

@@ -44,7 +44,7 @@ def make_graphed_callables(
     copies. Host code does not run on a replay: what a callable reads from anything but tensor arguments, parameters
     and buffers is frozen, autocast settings included.
 
-    Example:
+    Examples:
         >>> layer = cgpass.make_graphed_callables(torch.nn.Linear(4, 2), (torch.randn(3, 4),))
         >>> layer(torch.ones(3, 4)).sum().backward()
         >>> layer.weight.grad

@@ -37,7 +37,7 @@ def checkpoint(
     captured, if it is a `cgpass.CheckpointedGraph`. In a function that `torch.compile` compiles, this is
     `torch.utils.checkpoint.checkpoint`. Inside transforms of `torch.func` and forward-mode AD `fn` runs plainly.
 
-    Example:
+    Examples:
         >>> x = torch.ones(100, requires_grad=True)
         >>> y = cgpass.checkpoint(torch.nn.functional.dropout, x)
         >>> y.sum().backward()

@@ -55,7 +55,7 @@ class RNGStatesTracker:
     Tensor parallelism needs some random operators to differ between ranks and others to agree; a state with a seed
     of its own for the former gives both.
 
-    Example:
+    Examples:
         >>> tracker = cgpass.RNGStatesTracker()
         >>> tracker.add("model-parallel-rng", 1234)  # plus the rank
         >>> with tracker.fork():  # the default generator goes on after it as if nothing had been drawn

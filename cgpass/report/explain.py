@@ -58,7 +58,7 @@ def explain(
 ) -> Report | contextlib.AbstractContextManager[Report]:
     """Say what of some calls ran in CUDA graphs, what not, for which reason, at which line, and what to do.
 
-    Example:
+    Examples:
         >>> model, batch = torch.nn.Linear(4, 4), torch.randn(2, 4)
         >>> report = cgpass.explain(model, batch)  # print it, or report.save("report.html")
         >>> captured, all_operators = report.work

@@ -54,7 +54,7 @@ def summary() -> str:
 def expect(**counts: int) -> Iterator[dict[str, int]]:
     """Fail unless some of `cgpass.counters()` grow inside by exactly so much.
 
-    Example:
+    Examples:
         >>> compiled = torch.compile(torch.nn.Linear(4, 4), backend="cgpass")
         >>> def train(steps):
         ...     for _ in range(steps):

@@ -25,7 +25,7 @@ _NOISE: Final = "cgpass.verify: %s: runs without graphs differ among themselves:
 def verify(every: int = 1) -> "Verification":
     """Check replays against runs without a graph, from now on or for a `with` block.
 
-    Example:
+    Examples:
         >>> compiled = torch.compile(torch.nn.Linear(4, 4).eval(), backend="cgpass")
         >>> with torch.no_grad(), cgpass.verify(every=2) as checks:
         ...     results = [compiled(torch.randn(2, 4)) for _ in range(5)]

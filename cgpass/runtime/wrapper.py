@@ -35,7 +35,7 @@ class CUDAGraphWrapper:
     read where they lie and recorded again when they move. Inputs that `fn` writes are written back; a call in which
     such an input shares memory with another one runs plainly.
 
-    Example:
+    Examples:
         >>> scaled = cgpass.CUDAGraphWrapper(lambda x, factor: (x * factor).relu())
         >>> [scaled(torch.tensor([float(i)]), 2).item() for i in range(4)]
         [0.0, 2.0, 4.0, 6.0]

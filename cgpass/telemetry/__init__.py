@@ -214,7 +214,7 @@ def counters() -> dict[str, int]:
     `partitions_captured`, `partitions_eager` and `skips` say what all graphs compiled so far are now: they also fall,
     as when a function is compiled again after a failed capture, or a partition tried again after `cgpass.reset()`.
 
-    Example:
+    Examples:
         >>> compiled = torch.compile(torch.nn.Linear(4, 4).eval(), backend="cgpass")
         >>> before = cgpass.counters()["replays"]
         >>> with torch.no_grad():
