@@ -338,7 +338,7 @@ class _Call:
 
 
 def _detaching(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what is compiled; its code is its own, for Dynamo counts compilations of a code."""
+    """Wrap the loss for compilation, in code of its own, for Dynamo counts compilations of a code."""
 
     def loss_of(args: _Args, kwargs: dict[str, Any]) -> _Args:
         found = loss_fn(*args, **kwargs)
@@ -720,7 +720,8 @@ class _Whole:
         kinds = Counter(info.kind for info in self._runner.layout.infos)
         own = len(update.state) + len(update.rates)
         about = (
-            f"{'one graph' if self.is_one else 'a graph of the update'}, recorded {many(stats.recordings, 'time')} and replayed {many(stats.replays, 'time')}: "
+            f"{'one graph' if self.is_one else 'a graph of the update'}, recorded {many(stats.recordings, 'time')} and "
+            f"replayed {many(stats.replays, 'time')}: "
             f"reads {many(kinds[InputKind.STATIC], 'parameter')} and {many(own, 'tensor')} of the optimizer in place, "
             f"copies {many(kinds[InputKind.COPIED], 'input')}; "
             f"{many(kinds[InputKind.SYMINT] + len(update.numbers), 'number')} in its key"
@@ -729,7 +730,7 @@ class _Whole:
         return [about, *map(str, told)]
 
     def _body(self, args: list[Any]) -> list[Any]:
-        """Return what is recorded, and runs without a graph before that."""
+        """Run the step, or the update alone: before it is recorded, and while it is."""
         update = self._update
         inputs = args[: self._layout.num_inputs if self.is_one else len(self._leaves)]
         args.clear()

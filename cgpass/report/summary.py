@@ -12,9 +12,9 @@ from cgpass.runtime import native
 
 
 def summary() -> str:
-    """Return what this process compiled, or compiled or called since `cgpass.reset()`, a few lines for each graph. Graphs that are alike are told of once.
+    """Return what this process compiled, or compiled or called since `cgpass.reset()`, a few lines for each graph.
 
-    Partitions captured and eager, and why. Below each graph, the graph break it ends at, and partitions some of whose
+    Graphs that are alike are told of once: partitions captured and eager, and why. Below each graph, the graph break it ends at, and partitions some of whose
     calls ran without a graph or warmed up again and again, and why. Then graph breaks that no graph ends at, modules of
     torch's that one left to eager, and functions that reached torch's limit on compilations; others that `torch.compile`
     gave up as a whole are named by `explain` alone. Then training steps and what `make_graphed_callables` returned, and

@@ -94,7 +94,7 @@ def is_any_capture_running() -> bool:
 
 
 def is_capturing_here() -> bool:
-    """Tell whether this thread does."""
+    """Tell whether this thread records right now."""
     thread = threading.get_ident()
     return any(capture.thread == thread for capture in _captures)
 

@@ -22,7 +22,7 @@ _SETTINGS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def asks_for_expandable_segments() -> bool:
-    """Tell whether the environment does, in either of the names that torch reads."""
+    """Tell whether the environment turns them on, by either of the names that torch reads."""
     given = ",".join(os.environ.get(name, "") for name in _SETTINGS).replace(" ", "").split(",")
     values = [each.partition(":")[2] for each in given if each.startswith("expandable_segments:")]
     return any(value.lower() in ("true", "1") for value in values)
