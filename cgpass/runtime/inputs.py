@@ -152,7 +152,8 @@ def check_tensor(name: str, value: torch.Tensor, device: torch.device) -> None:
         raise InputError(f"{name} lies on {value.device}, the recording on {device}: move it there")
 
 
-def _listed(texts: Sequence[str], limit: int) -> str:
+def listed(texts: Sequence[str], limit: int) -> str:
+    """At most `limit` texts, and how many more there are."""
     more = [f"and {len(texts) - limit} more"] if len(texts) > limit else []
     return ", ".join([*texts[:limit], *more])
 
@@ -160,7 +161,7 @@ def _listed(texts: Sequence[str], limit: int) -> str:
 def describe(infos: Iterable[InputInfo], limit: int = 5) -> str:
     """Names of inputs with the user's lines that read them, at most `limit` of them."""
     lines = [(i.name, f" (read at {i.line})" if i.line else "") for i in infos]
-    return _listed([name + line for name, line in lines], limit)
+    return listed([name + line for name, line in lines], limit)
 
 
 def describe_tensors(
@@ -172,7 +173,7 @@ def describe_tensors(
         kind = f"{str(args[i].dtype).removeprefix('torch.')}{list(args[i].size())}"
         line = f", read at {infos[i].line}" if infos[i].line else ""
         texts.append(f"{infos[i].name} ({kind}{line})")
-    return _listed(texts, limit)
+    return listed(texts, limit)
 
 
 # ---- what each input is
@@ -274,16 +275,18 @@ class Inputs:
         """Tell whether all parameters (where there is none, all static inputs) are new, and none was moved or replaced."""
         checked = self._layout.checked
         group = [i for i in checked if isinstance(args[i], torch.nn.Parameter)] or checked
-        return {*group} <= {*new} and not any(self._was_moved(i, args[i]) for i in group)
+        return {*group} <= {*new} and not any(self.was_moved(i, args[i]) for i in group)
 
-    def _was_moved(self, i: int, value: torch.Tensor) -> bool:
+    def was_moved(self, i: int, value: torch.Tensor) -> bool:
         """Tell whether this very tensor or storage lay elsewhere before, or took the place of one that is gone.
 
         A tensor that is gone may have left its `id` to this one, which then counts as moved. A weak reference would tell,
         but `torch.utils.swap_tensors` refuses tensors that have one.
         """
         known, mine, name = self._known[i], value.untyped_storage()._cdata, id(value)
-        if any(storage == mine or each[1] == name for (_, storage), each in known.items()):
+        here = value.data_ptr(), mine
+        others = [(at[1], each[1]) for at, each in known.items() if at != here]
+        if any(storage == mine or each == name for storage, each in others):
             return True
         return bool(known) and next(reversed(known.values()))[0].expired
 
