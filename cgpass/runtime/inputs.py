@@ -430,31 +430,21 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Placeholder:
-    """Memory of fixed address that stands for a copied input.
+    """Memory of fixed address that stands for a copied input, laid out exactly as the input it was made for."""
 
-    Laid out exactly as the input it was made for. Inputs with overlapping elements are copied as the memory they span.
-    """
-
-    __slots__ = ("__weakref__", "flat", "lazy", "target", "tensor", "whole")
+    __slots__ = ("__weakref__", "_flat", "_whole", "is_odd", "target", "tensor")
 
     def __init__(self, like: torch.Tensor, *, whole_storage: bool = False) -> None:
-        conj, neg = like.is_conj(), like.is_neg()
-        self.lazy = conj or neg or like.dtype not in COPIED_AS_THEY_ARE
-        self.whole = whole_storage
-        like = torch_private.with_lazy_bits(like, conj=conj, neg=neg)
-        self.flat = overlaps_itself(like)
-        if whole_storage:
-            target = torch.empty_like(bytes_of(like.untyped_storage()))
-            tensor = torch_private.on_storage(target.untyped_storage(), like)
-        elif self.flat:
-            target = torch.empty_like(flat_view(like))
-            tensor = target.as_strided(like.size(), like.stride(), 0)
-        else:
-            target = tensor = torch.empty_strided(
-                like.size(), like.stride(), dtype=like.dtype, device=like.device
-            )
-        self.target = as_bits(target)
-        self.tensor = torch_private.with_lazy_bits(tensor, conj=conj, neg=neg)
+        self._whole, self._flat = whole_storage, overlaps_itself(like)
+        lazy = like.is_conj() or like.is_neg() or like.dtype not in COPIED_AS_THEY_ARE
+        self.is_odd = lazy or whole_storage or self._flat
+        """True if what is copied is not the input as it is."""
+        source = self.source(like)
+        self.target = torch.empty_strided(
+            source.size(), source.stride(), dtype=source.dtype, device=source.device
+        )
+        offset = like.storage_offset() if whole_storage else 0
+        self.tensor = torch_private.on_storage(self.target.untyped_storage(), like, offset=offset)
 
     def copy_from(self, value: torch.Tensor) -> None:
         """Give the placeholder the value of `value`."""
@@ -462,37 +452,23 @@ class Placeholder:
 
     def copy_to(self, value: torch.Tensor) -> None:
         """Give `value` the placeholder's value: its own elements, not what else lies in its storage."""
-        if self.whole:
+        if self._whole:
             memory_of(value).copy_(memory_of(self.tensor))
         else:
             self.source(value).copy_(self.target)
 
     def source(self, value: torch.Tensor) -> torch.Tensor:
-        """Return what is copied into `target` when the input is `value`."""
-        if self.lazy:
-            value = memory_of(value)
-        if self.whole:
+        """Return what is copied into `target` when the input is `value`: the memory it spans, if elements overlap."""
+        if not self.is_odd:
+            return value
+        if self._whole:
             return bytes_of(value.untyped_storage())
-        return flat_view(value) if self.flat else value
+        memory = memory_of(value)
+        return flat_view(memory) if self._flat else memory
 
 
-class CopyIn:
-    """Placeholders of one dtype, filled by one call."""
-
-    __slots__ = ("_odd", "_positions", "_targets", "num_bytes")
-
-    def __init__(self, members: Sequence[tuple[int, Placeholder]]) -> None:
-        self._positions = [i for i, _ in members]
-        self._targets = [p.target for _, p in members]
-        self._odd = [(k, p) for k, (_, p) in enumerate(members) if p.flat or p.lazy or p.whole]
-        self.num_bytes = sum(map(num_bytes, self._targets))
-
-    def copy_from(self, args: Sequence[Any]) -> None:
-        """Give the placeholders the values of a call's inputs."""
-        sources = [args[i] for i in self._positions]
-        for k, placeholder in self._odd:
-            sources[k] = placeholder.source(sources[k])
-        torch._foreach_copy_(self._targets, sources)
+CopyIn = tuple[list[int], list[torch.Tensor], list[tuple[int, Placeholder]]]
+"""Positions of inputs, their placeholders' targets, and those placeholders that are odd with where they are among them."""
 
 
 def copies_in(placeholders: Mapping[int, Placeholder]) -> list[CopyIn]:
@@ -501,4 +477,20 @@ def copies_in(placeholders: Mapping[int, Placeholder]) -> list[CopyIn]:
     for i, placeholder in sorted(placeholders.items()):
         if placeholder.target.numel():
             groups.setdefault(placeholder.target.dtype, []).append((i, placeholder))
-    return [CopyIn(members) for members in groups.values()]
+    return [
+        (
+            [i for i, _ in members],
+            [p.target for _, p in members],
+            [(k, p) for k, (_, p) in enumerate(members) if p.is_odd],
+        )
+        for members in groups.values()
+    ]
+
+
+def copy_in(copies: Iterable[CopyIn], args: Sequence[Any]) -> None:
+    """Give placeholders the values of a call's inputs."""
+    for positions, targets, odd in copies:
+        sources = [args[i] for i in positions]
+        for k, placeholder in odd:
+            sources[k] = placeholder.source(sources[k])
+        torch._foreach_copy_(targets, sources)

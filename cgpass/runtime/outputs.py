@@ -233,13 +233,8 @@ class InputAlias:
     """See `layout_of`."""
     offset_bytes: int
     """From the input's first element to the output's."""
-
-    def view_of(self, value: torch.Tensor) -> fast.ViewSpec | None:
-        """This output for `fast.views`, if that makes it of an input like `value`."""
-        size, stride, dtype, bits = self.layout
-        if self.identity or layout_of(value)[2:] != (dtype, bits):
-            return None
-        return self.index, size, stride, self.offset_bytes // dtype.itemsize
+    view: fast.ViewSpec | None
+    """The same for `fast.views`, if that can make it."""
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
         """The output for a call whose input is `value`, unless it is that or a plain view of it."""
@@ -267,6 +262,9 @@ def alias_of_input(
         if index is None:
             return None
     source, layout = inputs[index], layout_of(output)
-    offset = output.storage_offset() * output.dtype.itemsize
+    size, stride, dtype, _ = layout
+    offset = output.storage_offset() * dtype.itemsize
     offset -= source.storage_offset() * source.dtype.itemsize
-    return InputAlias(index, offset == 0 and layout == layout_of(source), layout, offset)
+    is_plain = layout[2:] == layout_of(source)[2:]
+    view = (index, size, stride, offset // dtype.itemsize) if is_plain else None
+    return InputAlias(index, offset == 0 and layout == layout_of(source), layout, offset, view)
