@@ -153,7 +153,7 @@ class Recording:
         """Copy in what moves, replay, and hand out the outputs.
 
         **Lifetime:** tensors returned are fresh aliases of pool memory: the next replay of this recording writes
-        over them, unless `LiveOutputs` is asked first.
+        over them, unless `Owner.is_safe` is asked first.
         """
         outputs = self._outputs.copy()
         for n, alias in self._other_aliases:  # which may raise: before anything is written
