@@ -137,19 +137,17 @@ def check_tensor(name: str, value: torch.Tensor, device: torch.device) -> None:
     Raises:
         InputError: A subclass, a quantised tensor, a layout other than strided, or another device.
     """
+    what, why = "a recording takes plain tensors", None
     if type(value) not in _PLAIN_TENSORS:
-        raise InputError(
-            f"{name} is a {type(value).__name__}: a recording takes plain tensors; "
-            "pass its inner tensors, or use torch.compile(backend='cgpass'), which does"
-        )
-    if value.layout is not torch.strided:
-        raise InputError(f"{name} has layout {value.layout}: a recording takes strided tensors")
-    if value.is_quantized:
-        raise InputError(
-            f"{name} is quantised ({value.dtype}): a recording takes plain tensors; pass its int_repr()"
-        )
-    if value.device != device:
-        raise InputError(f"{name} lies on {value.device}, the recording on {device}: move it there")
+        why = f"is a {type(value).__name__}: {what}; pass its inner tensors, or use torch.compile(backend='cgpass'), which does"
+    elif value.layout is not torch.strided:
+        why = f"has layout {value.layout}: a recording takes strided tensors"
+    elif value.is_quantized:
+        why = f"is quantised ({value.dtype}): {what}; pass its int_repr()"
+    elif value.device != device:
+        why = f"lies on {value.device}, the recording on {device}: move it there"
+    if why is not None:
+        raise InputError(f"{name} {why}")
 
 
 def listed(texts: Sequence[str], limit: int) -> str:
@@ -158,21 +156,18 @@ def listed(texts: Sequence[str], limit: int) -> str:
     return ", ".join([*texts[:limit], *more])
 
 
-def describe(infos: Iterable[InputInfo], limit: int = 5) -> str:
-    """Names of inputs with the user's lines that read them, at most `limit` of them."""
-    lines = [(i.name, f" (read at {i.line})" if i.line else "") for i in infos]
-    return listed([name + line for name, line in lines], limit)
-
-
-def describe_tensors(
-    infos: Sequence[InputInfo], args: Sequence[Any], positions: Sequence[int], limit: int = 5
+def describe(
+    infos: Sequence[InputInfo],
+    positions: Iterable[int],
+    args: Sequence[Any] | None = None,
+    limit: int = 5,
 ) -> str:
-    """Names of tensors with their dtypes and sizes and the user's lines that read them."""
+    """Names of inputs with the user's lines that read them, and with dtypes and sizes if `args` has tensors there."""
     texts = []
     for i in positions:
-        kind = f"{str(args[i].dtype).removeprefix('torch.')}{list(args[i].size())}"
-        line = f", read at {infos[i].line}" if infos[i].line else ""
-        texts.append(f"{infos[i].name} ({kind}{line})")
+        kind = [] if args is None else [f"{args[i].dtype}{list(args[i].size())}"[6:]]
+        about = ", ".join([*kind, *([f"read at {infos[i].line}"] if infos[i].line else [])])
+        texts.append(f"{infos[i].name} ({about})" if about else infos[i].name)
     return listed(texts, limit)
 
 

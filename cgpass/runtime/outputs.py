@@ -85,7 +85,6 @@ class OutputMemory:
             self.tensors.append(torch_private.on_storage(block.base.untyped_storage(), output))
         self.watch: fast.Watch = ((), b"")
         """Storages of the stand-ins. Whoever keeps one of them counts as holding it."""
-        self._lets_go = False
 
     def seal(self) -> None:
         """Note how many references there are to each stand-in while nobody else holds it."""
@@ -209,10 +208,9 @@ class OutputMemory:
         """
         held = self._in_place(self.held())
         kept = [k for k in held if whole_pool and self._blocks[k].owning is not None]
-        if self._lets_go:  # that was broken off, and some may be the holders' already
-            kept = []
-        self._lets_go = True
-        owners = [bytes_of(storage) for k in kept if (storage := self._blocks[k].owning)]
+        owners = [
+            bytes_of(self.give(k)) for k in kept
+        ]  # given: once more, after an interrupt, they are copied
         fast.swap_storages([self._blocks[k].base for k in kept], owners)
         copied = self.rescue([k for k in held if k not in kept])
         for block in self._blocks:

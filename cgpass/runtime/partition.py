@@ -45,7 +45,6 @@ from cgpass.runtime.inputs import (
     Layout,
     ShapeKey,
     describe,
-    describe_tensors,
     listed,
     shared_with_written,
 )
@@ -388,7 +387,7 @@ class PartitionRunner:
         else:
             moved = self._inputs.moves.found(args, self.layout.checked, recorded=recorded)
         if moved:
-            names = describe_tensors(self.layout.infos, args, moved)
+            names = describe(self.layout.infos, moved, args)
             raise StaticInputMovedError(
                 f"{self.name}: static inputs moved or were replaced since they were recorded: {names}. Write new values "
                 "into parameters and buffers (copy_, load_state_dict without assign=True), or use "
@@ -412,16 +411,16 @@ class PartitionRunner:
                 cause = "anew", "recordings were freed: cgpass.reset(), or a failed capture"
         elif last is None:
             code, new = "new_shape", layout.changed(any_shape[0], shape)
-            what = describe((infos[i] for i in new), _NAMED) or "modes of torch"
+            what = describe(infos, new, limit=_NAMED) or "modes of torch"
             cause = "shape", f"the first call with this value or layout of {what}"
         else:
             places = zip(layout.checked, array("q", last[1]), array("q", found.places), strict=True)
             others = found.new or [i for i, before, now in places if before != now]
             moved = found.new or any(self._inputs.was_moved(i, args[i]) for i in others)
             if moved and found.code != "new_module":
-                cause = "moved", f"moved: {describe_tensors(infos, args, others, _NAMED)}"
+                cause = "moved", f"moved: {describe(infos, others, args, _NAMED)}"
             else:
-                what = describe((infos[i] for i in others), _NAMED)
+                what = describe(infos, others, limit=_NAMED)
                 cause = "other tensors", f"the first call with other tensors for {what}"
         if any_shape is not None:
             self.reasons.note_changed(code, [(infos[i].name, infos[i].line) for i in new])
@@ -435,13 +434,13 @@ class PartitionRunner:
         why_not = _CANNOT_BE_COPIED.get(found.code or "", "").format(self.options.max_copied_mib)
         if self._unseen < (3 if why_not else 2 * self.options.max_recordings):
             return None
-        names = describe_tensors(self.layout.infos, args, found.new or found.absent)
+        names = describe(self.layout.infos, found.new or found.absent, args)
         cause, fix = f"each came with other parameters: {names}", _WRITE_IN_PLACE
         if why_not:
             cause = f"{names} lie at a new place in each, and {why_not}"
             fix = _WRITE_IN_PLACE if found.new else _LEAVE_IN_PLACE
         elif code == "new_shape":
-            what = describe(self.layout.infos[i] for i in new)
+            what = describe(self.layout.infos, new)
             cause, fix = f"each came with another value or layout of {what}", _KEEP_TO_A_FEW
         text = f"{self._unseen} calls came that were never recorded, since {cause}"
         self._say_once("unseen", f"{self.name}: {text}. {fix}")
@@ -534,7 +533,7 @@ class PartitionRunner:
         if seen.recordings.get(values):
             cause = "held", _HELD
         elif seen.recordings:
-            names = describe((self.layout.infos[i] for i in self.layout.pooled), _NAMED)
+            names = describe(self.layout.infos, self.layout.pooled, limit=_NAMED)
             cause = "memory", f"values of other partitions lie elsewhere: {names}"
         note = RecordingNote(
             *cause,
