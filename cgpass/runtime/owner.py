@@ -152,7 +152,6 @@ class Owner:
         self.closed = False
         self._slots = [Slot()]
         self._births = 0
-        self._warned_held = False
         self._thread: int | None = None
         self.several_threads = False
         """True if calls other than backwards came from several threads."""
@@ -251,21 +250,6 @@ class Owner:
             if slot.youngest() < 0:
                 return other
         return self.new_slot() if len(self._slots) < self.max_pending_calls + first else None
-
-    def warn_of_held(self, name: str) -> None:
-        """Say once why a partition can't be recorded although it may be."""
-        if self._warned_held:
-            return
-        self._warned_held = True
-        log.warning(
-            "%s: results of %d earlier calls are still referenced (outputs with their graph, forwards whose backward did not "
-            "come yet, or gradients), so calls run without a graph until some are dropped. Call it under torch.no_grad() "
-            "if no backward is meant, detach outputs and clone gradients that are kept, or raise the limit: "
-            'options={"max_pending_calls": %d}.',
-            name,
-            self.max_pending_calls,
-            2 * self.max_pending_calls,
-        )
 
     def new_slot(self) -> int:
         """A pool for what is to lie by itself, whose memory no other recording shares: an empty one, if there is one."""
@@ -376,7 +360,6 @@ class Owner:
 
         with self.lock:
             self._have_all_go(free)
-            self._warned_held = False
             self.driver.end_warm_ups()
 
     def close(self) -> None:

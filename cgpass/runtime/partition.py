@@ -54,7 +54,7 @@ from cgpass.runtime.rng import forward_states, note_positions, put_on_the_device
 from cgpass.runtime.table import RecordingTable, Seen
 from cgpass.runtime.writes import Changes
 from cgpass.telemetry import CallStats, new_call_stats, progress, tracing
-from cgpass.telemetry.reason import CallReasons, many
+from cgpass.telemetry.reason import OTHER_FIXES, CallReasons, many
 from cgpass.telemetry.summaries import RECORDINGS_KEPT, RecordingNote
 from cgpass.telemetry.tracing import NOWHERE, Source
 
@@ -75,28 +75,11 @@ _BYPASSED = {
     "no_native_code": "cgpass has no native code, which recordings need",
 }
 """Why calls run without a graph whatever they are, by code."""
-_LEFT_PLAIN = {
-    "no_placeholder": (
-        "calls like this one can't be recorded, and run",
-        "Pass it as a dense tensor to have the partition captured.",
-    ),
-    "out_of_memory": (
-        "there is no memory to record calls like this one, which run",
-        "Free memory, or keep fewer recordings (max_recordings); after cgpass.reset() the next calls try again.",
-    ),
-}
-"""What is said of a key that is left plain, and what to do about it, by code."""
-
-_WRITE_IN_PLACE = "Write new values into parameters and buffers (copy_, load_state_dict without assign=True) instead of replacing them."
 _LEAVE_IN_PLACE = (
-    "Leave saved tensors where they lie (hooks and offloading move them), or raise max_copied_mib."
+    "leave saved tensors where they lie (hooks and offloading move them), or raise max_copied_mib"
 )
-_KEEP_TO_A_FEW = (
-    "Keep to a few sizes (pad), pass the same objects, and numbers as 0-dim tensors on the device."
-)
-_NAME_IT = 'Name the operator in options={"unsafe_ops": (...)} to capture the rest.'
-_NO_SYNCS = "Move what waits for the device or reads data on the host out of the function to have the rest captured."
-
+_NAME_IT = 'name the operator in options={"unsafe_ops": (...)} to capture the rest'
+_NO_SYNCS = "Move what waits for the device or reads data on the host out of the function to have the rest captured"
 _HELD = "results of earlier calls are still referenced, or wait for their backward: one more recording beside theirs"
 
 Result = tuple[Sequence[Any], Recording | None]
@@ -212,8 +195,7 @@ class PartitionRunner:
             return self._run_bypassed(args, owner.bypassed)
         if self.check_layout and self.written and shared_with_written(args, self.written):
             why = "it writes inputs, and some of its inputs share memory"
-            fix = "such calls run without a graph. Pass tensors that share none."
-            self._say_once("shared", f"{self.name}: {why}: {fix}")
+            self._say_once("shared", why, "pass tensors that share none")
             return self._run_plainly(args)
         shape, key = layout.shape_key(args), layout.static_key(args)
         if last is None or last[0] != shape or last[1] != key:
@@ -294,9 +276,9 @@ class PartitionRunner:
         self._largest = max(self._largest, size)
         slot = self._slot_for(seen, found)
         if slot is None:
-            owner.warn_of_held(self.name)
             limit = owner.max_pending_calls
             why = f"results of {many(limit, 'earlier call')} were still referenced, as many as max_pending_calls={limit} allows"
+            self._say_once("max_pending_calls", why)
             return self._plain(args, "max_pending_calls", why)
         if self.layout.static_key(args) != key:
             return None
@@ -318,15 +300,13 @@ class PartitionRunner:
         self.owner.note_plain_results(outputs)
         return outputs, None
 
-    def _run_bypassed(self, args: list[Any], why: str) -> Result:
+    def _run_bypassed(self, args: list[Any], code: str) -> Result:
         """Run a call without a graph, whatever it is: see `Owner.bypassed`; a transform is said once."""
-        if why == "transform":
-            self._say_once(
-                why,
-                f"{self.name} runs without a graph inside of transforms (torch.func, vmap, batched gradients): call it "
-                "outside of them to have it replayed.",
-            )
-        return self._run_plainly(args, why if why in _BYPASSED else None, _BYPASSED.get(why, ""))
+        if code not in _BYPASSED:
+            return self._run_plainly(args)
+        if code == "transform":
+            self._say_once(code, _BYPASSED[code])
+        return self._run_plainly(args, code, _BYPASSED[code])
 
     def _unrecorded(
         self, args: list[Any], shape: ShapeKey, found: Found, key: bytes, seen: Seen | None
@@ -371,11 +351,13 @@ class PartitionRunner:
 
     # ---- what is said of it
 
-    def _say_once(self, what: str, text: str) -> None:
-        """Say something of the partition, until failures are forgotten once."""
-        if what not in self._said:
-            self._said.add(what)
-            self._say(text)
+    def _say_once(self, code: str, why: str, fix: str | None = None) -> None:
+        """Say why calls run without a graph, and what to do about it, until failures are forgotten once."""
+        if code not in self._said:
+            self._said.add(code)
+            fix = fix or OTHER_FIXES[code]
+            text = f"{self.name}: calls like this one run without a graph: {why.rstrip('.')}"
+            self._say(f"{text}. {fix[0].upper()}{fix[1:]}.")
 
     def _say(self, text: str) -> None:
         log.log(logging.WARNING if self.options.on_skip == "warn" else logging.INFO, "%s", text)
@@ -435,15 +417,14 @@ class PartitionRunner:
         if self._unseen < (3 if why_not else 2 * self.options.max_recordings):
             return None
         names = describe(self.layout.infos, found.new or found.absent, args)
-        cause, fix = f"each came with other parameters: {names}", _WRITE_IN_PLACE
+        cause, fix = f"each came with other parameters: {names}", OTHER_FIXES[code]
         if why_not:
             cause = f"{names} lie at a new place in each, and {why_not}"
-            fix = _WRITE_IN_PLACE if found.new else _LEAVE_IN_PLACE
+            fix = OTHER_FIXES["new_tensor"] if found.new else _LEAVE_IN_PLACE
         elif code == "new_shape":
-            what = describe(self.layout.infos, new)
-            cause, fix = f"each came with another value or layout of {what}", _KEEP_TO_A_FEW
+            cause = f"each came with another value or layout of {describe(self.layout.infos, new)}"
         text = f"{self._unseen} calls came that were never recorded, since {cause}"
-        self._say_once("unseen", f"{self.name}: {text}. {fix}")
+        self._say_once("unseen", text, fix)
         if code == "new_shape" and not why_not:
             return None
         line = self._named(new)[1]
@@ -457,12 +438,8 @@ class PartitionRunner:
         )
         changed = self.layout.changed(recorded[0], shape) if recorded else ()
         name, line = self._named(changed) if changed else ("what other partitions hand it", None)
-        self._say_once(
-            "full",
-            f"{self.name}: has as many recordings as max_recordings={limit} allows: calls with another value or layout of "
-            f"{name} run without a graph, known ones keep replaying. Keep to a few sizes (pad), or raise the option.",
-        )
         why = f"as many shapes are recorded as max_recordings={limit} allows, and another value or layout of {name} came"
+        self._say_once("max_recordings", why)
         return self._plain(args, "max_recordings", why, line)
 
     def _named(self, positions: Sequence[int]) -> tuple[str, str | None]:
@@ -596,21 +573,13 @@ class PartitionRunner:
             return self._warm_up(args), None
         if key_alone:
             give_memory_back(error, self.owner.driver.device)
-            seen.left_plain = self._leave_plain(
-                error, "no_placeholder" if unstaged else "out_of_memory"
-            )
-            return self._plain(args, *seen.left_plain)
+            code, why = "no_placeholder" if unstaged else "out_of_memory", _text_of(error)
+            if self._refuses:
+                self._refuse(error, OTHER_FIXES[code])
+            self._say_once(code, why)
+            seen.left_plain = code, why
+            return self._plain(args, code, why)
         return self._run_failed(args, error)
-
-    def _leave_plain(self, error: Exception, code: str) -> tuple[str, str]:
-        """Say that one key gets no placeholder, or no memory; returns why its calls run without a graph."""
-        why, (text, fix) = _text_of(error), _LEFT_PLAIN[code]
-        if self._refuses:
-            self._refuse(error, fix)
-        self._say_once(
-            code, f"{self.name}: {text} without a graph from now on: {why.rstrip('.')}. {fix}"
-        )
-        return code, why
 
     def _run_failed(self, args: list[Any], error: Exception) -> Result:
         """Make a call whose capture failed without it, and no other: an error that comes again is the user's own."""
@@ -654,7 +623,7 @@ class PartitionRunner:
         then = "runs without a graph from now on"
         then = 'on_skip="raise" refuses its calls' if self._refuses else then
         text = f"{self.name} can't be captured and {then}: {why}"
-        return f"{text.rstrip('.')}. {advice}"
+        return f"{text.rstrip('.')}. {advice[0].upper()}{advice[1:]}."
 
     def forget_failures(self) -> None:
         """See `Member`."""

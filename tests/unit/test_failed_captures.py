@@ -133,8 +133,7 @@ def test_without_memory_a_call_is_recorded_once_more_and_then_again_after_a_rese
     assert counts(run) == (2, 1, 2, 2)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "forward captured_0: there is no memory to record calls like this one, which run without a graph from now on: "
-        "OutOfMemoryError: there was no memory. Free memory, or keep fewer recordings (max_recordings); after "
+        "forward captured_0: calls like this one run without a graph: OutOfMemoryError: there was no memory. Free memory, or keep fewer recordings (max_recordings); after "
         "cgpass.reset() the next calls try again."
     )
     run.owner.release()
