@@ -17,7 +17,7 @@ import gc
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -60,22 +60,20 @@ class Layout:
         self.in_place = positions(InputKind.IN_PLACE)
         self._values = positions(InputKind.SYMINT)
         self._typed = check_layout
-        self._whole = tuple(i for i in self.copied if infos[i].whole_storage)
-        resized = tuple(i for i, info in enumerate(infos) if info.is_resized)
-        tensors = positions(InputKind.COPIED, InputKind.STATIC)
-        self._layouts = tensors if check_layout else resized
+        tensors = {*self.copied, *self.parameters} if check_layout else ()
+        self._parts: list[tuple[int, Callable[[Any], Any]]] = [
+            *((i, type) for i in self._values if check_layout),  # True is 1, x[True] is not x[1]
+            *((i, id) for i in self.objects),
+            *((i, place_of) for i in self.copied if infos[i].whole_storage),
+            *((i, layout_of) for i, info in enumerate(infos) if info.is_resized or i in tensors),
+        ]
+        """What else than integers decides, by input."""
 
     def shape_key(self, args: Sequence[Any]) -> ShapeKey:
         """The part of a call's key that decides what is computed."""
         key = tuple([args[i] for i in self._values])
-        if self._typed:  # True is 1 and x[True] is not x[1]
-            key += tuple([type(args[i]) for i in self._values])
-        if self.objects:
-            key += tuple([id(args[i]) for i in self.objects])
-        if self._whole:
-            key += tuple([place_of(args[i]) for i in self._whole])
-        if self._layouts:
-            key += tuple([layout_of(args[i]) for i in self._layouts])
+        if self._parts:
+            key += tuple([part(args[i]) for i, part in self._parts])
         if self._typed:  # last: no input stands for them
             key += _ambient_modes()
         return key
@@ -95,8 +93,7 @@ class Layout:
 
     def changed(self, old: ShapeKey, new: ShapeKey) -> list[int]:
         """Positions of the inputs whose part of a shape key differs."""
-        types = self._values if self._typed else ()
-        positions = (*self._values, *types, *self.objects, *self._whole, *self._layouts)
+        positions = (*self._values, *(i for i, _ in self._parts))
         parts = zip(positions, old, new, strict=False)  # after them come the modes
         return sorted({i for i, a, b in parts if a != b})
 
@@ -200,7 +197,8 @@ class Inputs:
         self._owner = owner
         self._max_places = max_places
         self._max_copied = max_copied
-        self.moves = Moves()
+        self._first: dict[tuple[weakref.ref[torch.nn.Module], str], int] = {}
+        """Where modules' parameters and buffers lay when they were first recorded, where moves are errors."""
         self.forget()
 
     def forget(self) -> None:
@@ -305,38 +303,27 @@ class Inputs:
             self._known[i] = alive
             self._before = None
 
-
-class Moves:
-    """Remembers where modules' parameters and buffers lay when recorded, where moves are errors."""
-
-    def __init__(self) -> None:
-        self._first: dict[tuple[weakref.ref[torch.nn.Module], str], int] = {}
-
-    def found(self, args: Sequence[Any], positions: Sequence[int], *, recorded: bool) -> list[int]:
+    def moved(self, args: Sequence[Any], *, recorded: bool) -> list[int]:
         """Inputs that lie elsewhere than when their module was first recorded; other modules' did not move."""
-        holders, moved = _holders([args[i] for i in positions]), []
+        holders, moved = _holders({id(args[i]) for i in self._layout.checked}), []
         self._first = {holder: at for holder, at in self._first.items() if holder[0]() is not None}
-        for i in positions:
+        for i in self._layout.checked:
             holder, address = holders.get(id(args[i])), args[i].data_ptr()
-            if holder is not None:
-                if not recorded:
-                    self._first[holder] = address
-                elif self._first.setdefault(holder, address) != address:
-                    moved.append(i)
+            if holder is not None and not recorded:
+                self._first[holder] = address
+            elif holder is not None and self._first.setdefault(holder, address) != address:
+                moved.append(i)
         return moved
 
 
-def _holders(
-    tensors: Sequence[torch.Tensor],
-) -> dict[int, tuple[weakref.ref[torch.nn.Module], str]]:
+def _holders(wanted: set[int]) -> dict[int, tuple[weakref.ref[torch.nn.Module], str]]:
     """A module and its name for each tensor that some module holds, by the tensor's `id`."""
-    wanted, found = set(map(id, tensors)), {}
-    for each in gc.get_objects():
-        if issubclass(type(each), torch.nn.Module):
-            for own in (vars(each).get("_parameters"), vars(each).get("_buffers")):
-                for name, tensor in (own or {}).items():
-                    if id(tensor) in wanted:
-                        found.setdefault(id(tensor), (weakref.ref(each), name))
+    found: dict[int, tuple[weakref.ref[torch.nn.Module], str]] = {}
+    for module in (m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module)):
+        for kind in ("_parameters", "_buffers"):
+            for name, tensor in (vars(module).get(kind) or {}).items():
+                if id(tensor) in wanted:
+                    found.setdefault(id(tensor), (weakref.ref(module), name))
     return found
 
 

@@ -363,12 +363,9 @@ class PartitionRunner:
         log.log(logging.WARNING if self.options.on_skip == "warn" else logging.INFO, "%s", text)
 
     def _refuse_moved(self, found: Found, args: Sequence[Any]) -> None:
-        recorded = self.stats.recordings > 0
-        if self.check_layout:  # no module
-            moved = found.new if recorded else ()
-        else:
-            moved = self._inputs.moves.found(args, self.layout.checked, recorded=recorded)
-        if moved:
+        recorded, inputs = self.stats.recordings > 0, self._inputs
+        moved = found.new if self.check_layout else inputs.moved(args, recorded=recorded)
+        if moved and recorded:
             names = describe(self.layout.infos, moved, args)
             raise StaticInputMovedError(
                 f"{self.name}: static inputs moved or were replaced since they were recorded: {names}. Write new values "
