@@ -192,48 +192,45 @@ class Recording:
         self.graph.reset()
 
 
-class Gifts:
-    """Blocks of earlier recordings that nobody but this call's inputs holds, handed over for one capture.
+Given = tuple[Recording, int, torch_private.WeakStorage, dict[int, int]]
+"""A recording and one of its blocks, the storage that owns it, and the inputs on it with the users that this may have."""
+
+
+def give(
+    owner: Owner, slot: int, args: Sequence[Any], pooled: Sequence[int]
+) -> tuple[list[Given], dict[int, torch.Tensor]]:
+    """Take blocks of earlier recordings that nobody but this call's inputs holds; returns inputs that own them.
 
     The callable drops them where it needs them no longer, and later temporaries and outputs lie on them: saved tensors
     die inside the backward. A replay therefore overwrites them, and asks `Recording.may_replay` first.
     """
-
-    def __init__(self, owner: Owner, slot: int, args: Sequence[Any], pooled: Sequence[int]) -> None:
-        self._args = args
-        groups: dict[int, list[int]] = {}
-        for i in pooled:
-            groups.setdefault(args[i].untyped_storage().data_ptr(), []).append(i)
-        self._given: list[tuple[Recording, int, list[int], int]] = []
-        for address, positions in groups.items():
-            found = owner.block_at(slot, address)
-            if found is None:
-                continue
-            recording, number, references = found
-            users = references + len(positions)
-            if fast.exclusive(args, positions, [users] * len(positions)):
-                self._given.append((recording, number, positions, users))
-        self._lent: list[torch_private.WeakStorage] = []
-
-    def put_into(self, inputs: list[Any]) -> None:
-        """Replace inputs by tensors that own their memory."""
-        for recording, number, positions, _ in self._given:
+    groups: dict[int, list[int]] = {}
+    for i in pooled:
+        groups.setdefault(args[i].untyped_storage().data_ptr(), []).append(i)
+    given, owning = list[Given](), dict[int, torch.Tensor]()
+    for address, positions in groups.items():
+        found = owner.block_at(slot, address)
+        if found is None:
+            continue
+        recording, number, references = found
+        users = dict.fromkeys(positions, references + len(positions))
+        if fast.exclusive(args, positions, [*users.values()]):
             storage = recording.memory.give(number)
-            self._lent.append(torch_private.WeakStorage(storage))
-            for i in positions:
-                inputs[i] = torch_private.on_storage(storage, self._args[i])
+            given.append((recording, number, torch_private.WeakStorage(storage), users))
+            owning |= {i: torch_private.on_storage(storage, args[i]) for i in positions}
+    return given, owning
 
-    def take_back(self) -> dict[int, int]:
-        """Return what did not die; tells the inputs that did, and how many users their storages may have."""
-        consumed: dict[int, int] = {}
-        for given, weak in zip(self._given, self._lent, strict=False):
-            recording, number, positions, users = given
-            storage = weak.get()
-            if storage is None:
-                consumed.update(dict.fromkeys(positions, users))
-            else:
-                recording.memory.take_back(number, storage)
-        return consumed
+
+def take_back(given: Sequence[Given]) -> dict[int, int]:
+    """Return what did not die; tells the inputs that did, and how many users their storages may have."""
+    consumed: dict[int, int] = {}
+    for recording, number, weak, users in given:
+        storage = weak.get()
+        if storage is None:
+            consumed.update(users)
+        else:
+            recording.memory.take_back(number, storage)
+    return consumed
 
 
 @dataclass(frozen=True)
@@ -265,13 +262,14 @@ class Recorder:
         """
         owner, layout = self.owner, self.layout
         released = owner.begin_recording(slot)
-        gifts = Gifts(owner, slot, args, [i for i in layout.pooled if i not in copied])
         placeholders = self._placeholders(args, sorted({*layout.copied, *copied}))
+        given, owning = give(owner, slot, args, [i for i in layout.pooled if i not in copied])
         staged = [placeholders[i].tensor if i in placeholders else a for i, a in enumerate(args)]
         if self.finds_writes:
             staged = [counting(value) for value in staged]
         passed = staged.copy()
-        gifts.put_into(passed)
+        for i in list(owning):
+            passed[i] = owning.pop(i)
         watched = staged if self.finds_writes else ()
         before, said = Watched(watched), SaidToBeWritten(watched)
 
@@ -287,7 +285,7 @@ class Recorder:
                 graph, outputs = owner.driver.record(fn, passed, opaque=self.opaque, slot=slot)
         finally:
             passed.clear()
-            consumes = gifts.take_back()
+            consumes = take_back(given)
         before.refuse_new_layouts()
         recording = Recording(
             graph,
