@@ -179,14 +179,17 @@ class Found:
     """Addresses of the static inputs that are read in place; zero for those that are copied."""
     values: bytes
     """The same for values of other recordings."""
-    copied: tuple[int, ...]
-    """Static inputs and values of other recordings that are copied in this call."""
     new: tuple[int, ...]
     """Static inputs at a place that is new for them."""
     absent: tuple[int, ...]
     """Values of other recordings that lie where none put them."""
     code: str | None
     """Of the reason to run the call without a graph."""
+
+    @property
+    def copied(self) -> tuple[int, ...]:
+        """Static inputs and values of other recordings that are copied in this call."""
+        return () if self.code else (*self.new, *self.absent)
 
 
 class Inputs:
@@ -221,13 +224,10 @@ class Inputs:
         code = self._why_not_copied(args, new, absent)
         if code != "new_module" and any(owner.ran_without_a_graph(args[i]) for i in absent):
             code = "not_in_the_pool"
-        if code is not None:
-            return Found(places, values, (), new, absent, code)
-        places, values = (
-            _without(places, layout.checked, new),
-            _without(values, layout.pooled, absent),
-        )
-        return Found(places, values, (*new, *absent), new, absent, None)
+        if code is None:
+            places = _without(places, layout.checked, new)
+            values = _without(values, layout.pooled, absent)
+        return Found(places, values, new, absent, code)
 
     def _at_new_places(self, args: Sequence[Any], places: bytes) -> tuple[int, ...]:
         now = places, fast.storage_key(args, self._layout.checked)
@@ -236,8 +236,9 @@ class Inputs:
         known = self._known
         lies_at = zip(array("q", places), array("q", now[1]), strict=True)
         each = zip(self._layout.checked, lies_at, strict=True)
-        others = [(i, place[0]) for i, place in each if place not in known[i] and place[0]]
-        new = tuple(i for i, address in others if not self._was_left(i, address))
+        new = tuple(
+            i for i, at in each if at[0] and at not in known[i] and not self._was_left(i, at[0])
+        )
         if not new:
             self._before = now
         return new
@@ -276,10 +277,9 @@ class Inputs:
         A tensor that is gone may have left its `id` to this one, which then counts as moved. A weak reference would tell,
         but `torch.utils.swap_tensors` refuses tensors that have one.
         """
-        known, mine, name = self._known[i], value.untyped_storage()._cdata, id(value)
-        here = value.data_ptr(), mine
-        others = [(at[1], each[1]) for at, each in known.items() if at != here]
-        if any(storage == mine or each == name for storage, each in others):
+        storage, name = value.untyped_storage()._cdata, id(value)
+        known, here = self._known[i], (value.data_ptr(), storage)
+        if any(at != here and (at[1] == storage or was == name) for at, (_, was) in known.items()):
             return True
         return bool(known) and next(reversed(known.values()))[0].expired
 

@@ -402,3 +402,18 @@ def test_what_shares_memory_with_what_is_written_says_that_and_not_a_size(caplog
     (record,) = caplog.records
     assert "can't be copied, since an input that is written shares memory" in record.getMessage()
     assert "max_copied_mib" not in record.getMessage()
+
+
+def test_pending_calls_are_counted_for_each_set_of_storages_at_one_place():
+    """FSDP2 gathers layer after layer in one place, and all forwards come before their backwards."""
+    memory = np.ones(2, np.float32)
+    run = scaled(max_pending_calls=1)
+    layers = [torch.from_numpy(memory) for _ in range(3)]
+    for w in layers * 2:
+        call(run, X, w, 2)
+    run.visible, run.read = frozenset(), frozenset({0})
+    run.forget_recordings()
+    held = [run.run([X, w, 2])[0] for w in layers]
+    assert run.stats.plain_calls == 0
+    assert [r.slot for r in run.table.all()] == [0, 0, 0]
+    assert [t.tolist() for (t,) in held] == [[2.0, 2.0]] * 3
