@@ -208,9 +208,8 @@ class OutputMemory:
         """
         held = self._in_place(self.held())
         kept = [k for k in held if whole_pool and self._blocks[k].owning is not None]
-        owners = [
-            bytes_of(self.give(k)) for k in kept
-        ]  # given: once more, after an interrupt, they are copied
+        # given first: where an interrupt comes before the swap, the next try copies them
+        owners = [bytes_of(self.give(k)) for k in kept]
         fast.swap_storages([self._blocks[k].base for k in kept], owners)
         copied = self.rescue([k for k in held if k not in kept])
         for block in self._blocks:

@@ -155,8 +155,10 @@ class PartitionRunner:
         self._tried_anew = False
         self._here = threading.local()
         """True if this thread ran a call without a graph: libraries keep handles for each thread."""
-        self._started, self._warm_up_ms = 0.0, None
-        """When the last capture began; host time of the last call without a graph, since the last recording."""
+        self._started = 0.0
+        """When the last capture began."""
+        self._warm_up_ms: float | None = None
+        """Host time of the last call without a graph, since the last recording."""
         owner.add(self)
         native.loader.start(options.progress)
 
@@ -177,8 +179,9 @@ class PartitionRunner:
         if layout.seeds:
             put_on_the_device(args, layout.seeds, self.owner.driver.device)
         states = forward_states(args, layout.objects) if layout.objects else ()
+        start = states[0].start() if states else None
         if states:
-            start, self._draws = states[0].start(), []
+            self._draws = []
         result = self._row(args) or self._row(args) or self._row(args)
         if result is None:
             result = self._plain(args, "not_in_the_pool", "what they read was moved to make room")
