@@ -291,10 +291,10 @@ class PartitionRunner:
         self, args: list[Any], code: str | None = None, why: str = "", line: str | None = None
     ) -> Result:
         """Run the callable itself, as this partition always will or since no reader can tell."""
-        if code is not None:
-            self.reasons.note(code, lambda: (why, line))
         outputs = self.fn(args)
         self.stats.plain_calls += 1
+        if code is not None:
+            self.reasons.note(code, lambda: (why, line))
         return outputs, None
 
     def _plain(self, args: list[Any], code: str, why: str, line: str | None = None) -> Result:
