@@ -248,7 +248,7 @@ class PartitionRunner:
         if owner.closed or self.failure is not None:
             return self._run_plainly(args, self.failure and "capture", self.failure or "")
         found = self._inputs.find(args, key)
-        seen = self.table.get((shape, found.places))
+        seen = self.table.get(shape, found.places)
         if self.options.static_input_check == "error":
             self._refuse_moved(found, args)
         if seen is None or found.code is not None:
@@ -327,7 +327,7 @@ class PartitionRunner:
         keys = {(shape, found.places): storages}
         places, _ = self.layout.split(key)  # some may be copied: as it will be in these places
         keys.setdefault((shape, places), inputs.storages(args, places))
-        known = [table.get(each) for each in keys]
+        known = [table.get(*each) for each in keys]
         self._draws = next((each.draws for each in known if each is not None), [])
         objects = tuple(args[i] for i in self.layout.objects)
         new = [Seen(*each, self._draws, objects, cause) for each in reversed(keys.items())]
@@ -380,13 +380,9 @@ class PartitionRunner:
         self, args: Sequence[Any], shape: ShapeKey, found: Found
     ) -> tuple[tuple[str, str], str | None]:
         """Return what is new in a call, for the recording of its key, and why it is no warm-up, where such calls go on."""
-        layout, infos, new, code = (
-            self.layout,
-            self.layout.infos,
-            found.new or found.absent,
-            "new_tensor",
-        )
-        last, any_shape = self.table.newest(lambda seen: seen.key[0] == shape), self.table.newest()
+        layout, infos = self.layout, self.layout.infos
+        new, code = found.new or found.absent, "new_tensor"
+        last, any_shape = self.table.newest(shape), self.table.newest()
         if any_shape is None:
             cause = "first", "the first call after the warm-up"
             if self.stats.recordings:
@@ -432,11 +428,9 @@ class PartitionRunner:
         return text
 
     def _full(self, args: list[Any], shape: ShapeKey) -> Result:
-        limit, recorded = (
-            self.options.max_recordings,
-            self.table.newest(lambda seen: seen.recordings),
-        )
-        changed = self.layout.changed(recorded[0], shape) if recorded else ()
+        limit = self.options.max_recordings
+        recorded = [seen.key[0] for seen in self.table.seen() if seen.recordings]
+        changed = self.layout.changed(recorded[-1], shape) if recorded else ()
         name, line = self._named(changed) if changed else ("what other partitions hand it", None)
         why = f"as many shapes are recorded as max_recordings={limit} allows, and another value or layout of {name} came"
         self._say_once("max_recordings", why)

@@ -8,10 +8,9 @@ from cgpass import torch_private
 from cgpass.runtime.inputs import ShapeKey
 from cgpass.runtime.recording import Recording
 
-_KEYS_KEPT: Final = 4096
-"""Keys without a recording that are remembered, and at most twice as many: a bound on memory. More than `max_recordings`,
-or sizes that take turns would never be seen twice."""
-
+_KEYS_KEPT: Final = 2048
+"""The newest keys without a recording that stay known, and never more than twice as many do: a bound on memory. If it
+were `max_recordings`, a few more sizes that take turns would never be seen twice."""
 _LAID_OUT_ANEW: Final = (
     "anew",
     "memory was laid out anew, for a larger call or for gradients that are kept",
@@ -59,49 +58,61 @@ class RecordingTable:
 
     def __init__(self, max_recordings: int) -> None:
         self._max_recordings = max_recordings
-        self._seen: dict[Key, Seen] = {}
-        """Least recently remembered first."""
-        self._full = 64
-        """How many keys there are when some are forgotten next."""
+        self._seen: dict[ShapeKey, dict[bytes, Seen]] = {}
+        """By both parts of the key, least recently remembered first."""
+        self._more = 64
+        """How many keys may still be added before some are forgotten."""
 
-    def get(self, key: Key) -> Seen | None:
+    def get(self, shape: ShapeKey, places: bytes) -> Seen | None:
         """Return what is known of a key, if it was seen."""
-        return self._seen.get(key)
+        seen = self._seen.get(shape)
+        return None if seen is None else seen.get(places)
 
     def recordings(self, shape: ShapeKey, places: bytes, values: bytes) -> list[Recording]:
         """Those for a call that copies nothing that may be read in place."""
-        seen = self._seen.get((shape, places))
+        seen = self.get(shape, places)
         return [] if seen is None else seen.recordings.get(values, [])
+
+    def seen(self) -> list[Seen]:
+        """Return what is known of every key."""
+        return [seen for of_shape in self._seen.values() for seen in of_shape.values()]
 
     def all(self) -> list[Recording]:
         """Every recording."""
-        return [
-            r for seen in self._seen.values() for each in seen.recordings.values() for r in each
-        ]
+        return [r for seen in self.seen() for each in seen.recordings.values() for r in each]
 
     def has_room(self, storages: tuple[int, ...]) -> bool:
         """Tell whether one more recording may be made for a set of storages."""
         return sum(r.made_for == storages for r in self.all()) < self._max_recordings
 
-    def newest(self, wanted: Callable[[Seen], object] = lambda seen: True) -> Key | None:
-        """Return the key that was remembered last, of those that are wanted."""
-        return next((seen.key for seen in reversed(self._seen.values()) if wanted(seen)), None)
+    def newest(self, shape: ShapeKey | None = None) -> Key | None:
+        """Return the key that was remembered last, of all or of one shape."""
+        newest = next(reversed(self._seen.values()), None)
+        of_shape = newest if shape is None else self._seen.get(shape)
+        return next(reversed(of_shape.values())).key if of_shape else None
 
     def remember(self, new: Seen) -> Seen:
         """Note that a key was seen; returns what is known of it."""
-        found = self._seen.pop(new.key, new)
+        shape, places = new.key
+        of_shape = self._seen.pop(shape, {})
+        found = of_shape.pop(places, new)
         found.storages = new.storages
-        self._seen[new.key] = found
-        if len(self._seen) > self._full:
+        of_shape[places] = found
+        self._seen[shape] = of_shape
+        self._more -= found is new
+        if self._more < 0:
             self._forget_unrecorded()
         return found
 
     def _forget_unrecorded(self) -> None:
-        unrecorded = [key for key, seen in self._seen.items() if not seen.recordings]
-        alive = [key for key in unrecorded if not self._seen[key].is_gone]
-        for key in {*unrecorded}.difference(alive[-_KEYS_KEPT:]):
-            del self._seen[key]
-        self._full = 64 + 2 * len(self._seen)
+        unrecorded = [seen for seen in self.seen() if not seen.recordings]
+        alive = [seen for seen in unrecorded if not seen.is_gone]
+        for seen in {*unrecorded}.difference(alive[-_KEYS_KEPT:]):
+            shape, places = seen.key
+            del self._seen[shape][places]
+            if not self._seen[shape]:
+                del self._seen[shape]
+        self._more = 64 + min(len(alive), _KEYS_KEPT)
 
     def add(self, seen: Seen, values: bytes, recording: Recording) -> list[Recording]:
         """Keep a recording; returns all that read the same memory."""
@@ -112,7 +123,7 @@ class RecordingTable:
     def drop(self, wanted: Callable[[Seen, Recording], bool]) -> list[Recording]:
         """Forget some recordings, but not their keys; returns what is to be closed."""
         dropped = []
-        for seen in self._seen.values():
+        for seen in self.seen():
             for values, members in list(seen.recordings.items()):
                 gone = [recording for recording in members if wanted(seen, recording)]
                 members[:] = [recording for recording in members if recording not in gone]

@@ -387,7 +387,7 @@ def test_one_more_call_without_a_graph_leaves_known_how_far_operators_draw():
     run, value = runner(lambda p, x: [p * x], POOLED, COPIED), torch.ones(2)
     run.owner.note_plain_results([value])
     call(run, value, torch.ones(2))
-    (seen,) = run.table._seen.values()
+    (seen,) = run.table.seen()
     seen.draws[:] = [5]
     assert call(run, value, torch.ones(2)) == [[1, 1]]
     assert counts(run) == (2, 0, 0, 0)

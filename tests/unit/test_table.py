@@ -27,25 +27,28 @@ def seen(name, *tensors):
 
 
 def sizes(table):
-    recorded = sum(bool(each.recordings) for each in table._seen.values())
-    return len(table._seen), len(table._seen) - recorded
+    recorded = sum(bool(each.recordings) for each in table.seen())
+    return len(table.seen()), len(table.seen()) - recorded
 
 
 def test_recordings_are_found_by_keys_and_by_where_values_lie():
     table, one, two = RecordingTable(4), Recorded(), Recorded()
-    assert table.get((("a",), b"")) is None
+    assert table.get(("a",), b"") is None
     known = table.remember(seen("a"))
     assert table.remember(seen("a")) is known, "what was learnt stays known to its recordings"
     assert table.add(known, b"1", one) is table.recordings(("a",), b"", b"1")
     table.add(known, b"2", two)
     assert table.all() == [one, two]
     newer = table.remember(seen("b"))
-    assert table.newest() == newer.key
-    assert table.newest(lambda each: each.recordings) == known.key
+    assert (table.newest(), table.newest(("a",)), table.newest(("c",))) == (
+        newer.key,
+        known.key,
+        None,
+    )
     dropped = table.drop(lambda each, r: each is known and r is one)
     assert (dropped, known.recordings, known.cause[0]) == ([one], {b"2": [two]}, "anew")
     assert table.clear() == [two]
-    assert table.get(known.key) is None
+    assert table.get(*known.key) is None
 
 
 def test_room_is_counted_for_each_set_of_storages():
@@ -88,13 +91,13 @@ def test_nothing_grows_over_5000_shapes():
     table = RecordingTable(64)
     table.add(table.remember(seen("recorded")), b"", Recorded())
     most = 0
-    for n in (*range(4096), 0, *range(4096, 20000)):
+    for n in (*range(2000), 0, *range(2000, 9000)):
         table.remember(seen(n))
-        most = max(most, len(table._seen))
-        assert n != 5000 or table.get(((0,), b"")), "it was seen not long ago"
-    found = {name: table.get(((name,), b"")) is not None for name in ("recorded", 1, 19999)}
-    assert found == {"recorded": True, 1: False, 19999: True}
-    assert most <= 64 + 2 * 4097
+        most = max(most, len(table.seen())) if n % 50 == 0 else most
+        assert n != 4000 or table.get((0,), b""), "it was seen not long ago"
+    found = {name: table.get((name,), b"") is not None for name in ("recorded", 1, 8999)}
+    assert found == {"recorded": True, 1: False, 8999: True}
+    assert 2048 < most <= 64 + 2 * 2048
     table = RecordingTable(64)
     for n in range(5000):  # each with a tensor that dies
         table.remember(seen(n, torch.ones(2)))

@@ -770,7 +770,6 @@ def test_more_forwards_than_may_be_pending_run_without_a_graph(way, caplog):
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 1, messages
     assert "results of 4 earlier calls were still referenced" in messages[0]
-    assert 'options={"max_pending_calls": 8}' in messages[0]
     assert counters["plain_calls"] >= 2 * 3 * 15, counters
     assert counters["replays"] >= 2 * 4 * 15, counters
     assert counters["recordings"] <= 10, counters
@@ -785,7 +784,7 @@ def kept_by(runner):
     """Lengths of what a runner and its owner keep."""
     table, inputs, owner = runner.table, runner._inputs, runner.owner
     return {
-        "keys": len(table._seen),
+        "keys": len(table.seen()),
         "places": sum(map(len, inputs._known.values())),
         "recordings": len(recordings_of(owner)),
         "slots": len(owner._slots),
@@ -841,13 +840,15 @@ def test_nothing_grows_with_thousands_of_sizes(way, training, sizes, caplog):
         {key for each in kept for key in each.items() if "keys" not in key[0]} for kept in found
     ]
     assert kept[0] == kept[1] == kept[2]
-    assert all(each["keys"] <= 4096 for each in found[-1])
-    assert training or found[1] == found[2]
+    assert all(each["keys"] <= 64 + 2 * 2048 for each in found[-1])
     assert max(plain_results) <= 64, plain_results
     assert max(calls_made) < 1.5 * calls_made[0], calls_made
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 1 + training, messages
-    assert all("never recorded, since the first dimension of x" in each for each in messages)
+    assert all(
+        "never recorded, since each came with another value or layout of x.size(0)" in each
+        for each in messages
+    )
 
 
 def test_a_written_buffer_at_a_new_place_is_written_back(way):
