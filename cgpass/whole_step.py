@@ -38,7 +38,7 @@ from cgpass import telemetry, torch_private
 from cgpass.backend import cgpass
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.compile.option_names import parse_options
-from cgpass.compile.plan import whole_plan
+from cgpass.compile.plan import Argument, Single, whole_plan
 from cgpass.compile.training import TrainingCall, here
 from cgpass.errors import InputError, OptionError
 from cgpass.options import Options
@@ -55,10 +55,6 @@ _NEW_STATE: Final = "the optimizer has other groups, parameters or state tensors
 _NEW_NUMBER: Final = "{} has a new value; each new value costs one call, but for learning rates"
 _FOREIGN: Final = "something else than the optimizer's parameters gets gradients; freeze, detach or give it to an optimizer of the step"
 _IN_TURN: Final = "not all of it can be captured, see cgpass.explain(loss_fn, batch); the optimizer's step is a graph of its own"
-_ON_THE_HOST: Final = (
-    "it reads a tensor on the CPU, or a Python number that has changed, which becomes one; keep it as a tensor on the device; "
-    "the optimizer's step is a graph of its own"
-)
 _ITS_LINE: Final = "cgpass.explain(loss_fn, batch) names the line"
 _TOO_OFTEN: Final = "it was compiled torch._dynamo.config.recompile_limit times; keep what changes the same, or make it a tensor"
 _BY_VALUE = (int, float, bool, str, type(None))
@@ -212,7 +208,7 @@ class TrainStep:
         if call.whole is not None and call.whole.is_one:
             self.whole_calls += 1
         elif self._options.driver != "none":
-            self._note(call.why or (_FIRST if call.whole is None else call.whole.why_in_turn))
+            self._note(call.why or (_FIRST if call.whole is None else _IN_TURN))
         return (loss.detach(), *more) if more else loss.detach()
 
     def flush(self) -> bool:
@@ -645,17 +641,18 @@ class _Whole:
         self._forward: _Boxed = forward.executor
         self._backward: _Boxed = backward.executor
         part = _runners(forward.executor)[0]
-        self.is_one = all(fn.executor.plan.is_one_partition for fn in (forward, backward))
+        first, second = Single.of(forward.executor.plan), Single.of(backward.executor.plan)
+        self.is_one = first is not None and second is not None
         """True if one graph can hold all of it."""
-        on_host = any(isinstance(each, torch.Tensor) and each.device.type == "cpu" for each in args)
-        captures_host = part.owner.driver.device.type == "cpu"
-        self.why_in_turn = _ON_THE_HOST if on_host and not captures_host else _IN_TURN
+        self._arguments: Mapping[int, Argument] = {}
+        """Inputs that are scalars on the CPU, and are put on the device before."""
         self._leaves = [args[n] for n in self._positions]
         self._update = update
         self._looks = -1
-        infos, leaves = list(part.layout.infos), self._positions
-        if self.is_one:
-            self._forward, self._backward = part.fn, _runners(backward.executor)[0].fn
+        leaves: Sequence[int] = self._positions
+        if first is not None and second is not None:
+            infos, self._arguments = first.infos(), first.arguments
+            self._forward, self._backward = first.run, second.run
             update.known_as.update((id(args[n]), infos[n].name) for n in leaves)
         else:
             gradient = InputInfo("a gradient", InputKind.POOLED, mutated=True)
@@ -704,6 +701,8 @@ class _Whole:
         update.grad_norm = None  # the step itself must not hold what a replay writes
         with torch.no_grad():
             inputs, outputs = training.begin(args), []
+            for n, put in self._arguments.items():
+                (inputs[n],) = put([inputs[n]])
             if not self.is_one:
                 outputs, inputs = self._gradients(inputs)
                 inputs += self._leaves
