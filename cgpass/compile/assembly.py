@@ -267,7 +267,7 @@ def _outline(
 def _tracked(executor: Executor, graph: int) -> Boxed:
     """A callable that telemetry knows of."""
     parts = {
-        step.name: telemetry.PartitionRun(step.run.stats, step.run.history.notes, step.run.reasons)
+        step.name: telemetry.PartitionRun(step.run.stats, step.run.notes, step.run.reasons)
         for step in executor.plan.steps
         if isinstance(step.run, PartitionRunner)
     }
