@@ -45,6 +45,7 @@ from cgpass.options import Options
 from cgpass.runtime import fast, native
 from cgpass.runtime.changes import Mode, mend, open_modes
 from cgpass.runtime.executor import Executor
+from cgpass.runtime.fast import taker
 from cgpass.runtime.partition import PartitionRunner
 from cgpass.telemetry.reason import many
 
@@ -432,8 +433,6 @@ class _Update:
         self._groups: list[dict[str, Any]] = []
         self._contents: tuple[()] | tuple[list[Any], bytes] = ()
         """All that optimizers have, and where tensors among it lie."""
-        self._structure: tuple[Any, ...] = ()
-        """Which is whose."""
         self._why_never: str | None = None
         self._reads: weakref.WeakValueDictionary[Any, _Read] = weakref.WeakValueDictionary()
         """By what is read, kept alive by the keys of recordings."""
@@ -509,9 +508,8 @@ class _Update:
         self.looks += 1
         self.params = [p for group in self._groups for p in group["params"]]
         self._why_never = torch_private.why_not_recordable(self.optimizers, self.scaler)
-        params = {id(parameter): n for n, parameter in enumerate(self.params)}
+        params = {*map(id, self.params)}
         objects = self._contents[0] if self._contents else ()
-        self._structure = tuple([x if type(x) is str else params.get(id(x)) for x in objects])
         tensors = {id(x): x for x in objects if isinstance(x, torch.Tensor)}
         self.state = [tensor for key, tensor in tensors.items() if key not in params]
         places = sorted({str(tensor.device) for tensor in (*self.params, *self.state)})
@@ -559,10 +557,10 @@ class _Update:
         """The tensors that an update reads and writes beside parameters, and what stands for all it reads in the key."""
         rates = [rate.tensor for rate in self.rates]
         places = self._contents[1:], *[tensor.data_ptr() for tensor in rates]
-        last = self._structure, self.numbers, places
+        last = self.looks, self.numbers, places
         if last != self._last:
             self._last = last
-            key = self._structure, tuple(self.numbers.items()), places
+            key = self.looks, tuple(self.numbers.items()), places
             self._read = (*self.state, *rates), self._reads.setdefault(key, _Read())
         return self._read
 
@@ -643,7 +641,8 @@ class _Whole:
         part = _runners(forward.executor)[0]
         self.is_one = all(fn.executor.plan.is_one_partition for fn in (forward, backward))
         """True if one graph can hold all of it."""
-        self._leaves = [args[n] for n in self._positions]
+        self._take_leaves = taker(self._positions)
+        self._contents: tuple[list[Any], bytes] = fast.contents(self._take_leaves(args), ())
         self._update = update
         self._looks = -1
         infos, leaves = list(part.layout.infos), self._positions
@@ -672,13 +671,22 @@ class _Whole:
         plan = whole_plan(len(infos), num_outputs, self._runner, "captured_0", visible)
         self._executor = Executor(plan, part.owner, {"captured_0": f"cgpass: {name}"})
 
+    @property
+    def _leaves(self) -> list[torch.Tensor]:
+        """What gets gradients, in this call."""
+        return self._contents[0]
+
     def why_not(self, training: TrainingCall, args: _Args) -> str | None:
         """Why a call runs in pieces."""
         update = self._update
         if not training.is_plain(args):
             return "autograd is in a mode of its own in this call"
-        if not fast.are(args, self._positions, self._leaves):
-            self._leaves, self._looks = [args[n] for n in self._positions], -1
+        before, self._contents = (
+            self._contents,
+            fast.contents(self._take_leaves(args), self._contents),
+        )
+        if before[0] is not self._contents[0]:
+            self._looks = -1
         if 0 in fast.requiring_grad(self._leaves):
             return (
                 "a parameter was frozen, which torch 2.11 does not notice; torch.compiler.reset()"
@@ -744,7 +752,7 @@ class _Whole:
     def _gradients(self, inputs: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
         """Return what the forward returns, and gradients as autograd would put them into `.grad`."""
         layout, scaler = self._layout, self._update.scaler
-        with torch._C._DisableAutocast():
+        with torch_private.autocast_off():
             outputs = list(self._forward(inputs))
             returned = outputs[: layout.num_returned]
             saved = [*outputs[layout.checked], *outputs[layout.unchecked]]

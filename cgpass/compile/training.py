@@ -173,7 +173,7 @@ def _noted(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 def _run(fn: Boxed, args: list[Any]) -> Sequence[Any]:
     """Call a graph as AOTAutograd does: autograd sees nothing of it, autocast was traced into it."""
-    with torch.no_grad(), torch._C._DisableAutocast():
+    with torch.no_grad(), torch_private.autocast_off():
         return fn(args)
 
 

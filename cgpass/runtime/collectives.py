@@ -27,20 +27,11 @@ _FUNCTIONAL, _IN_PLACE = "_c10d_functional", "c10d"
 
 
 def may_be_captured(device: torch.device) -> bool:
-    """Tell whether graphs on a device can hold collectives. See Note [Buffers that NCCL registers].
-
-    Tells NCCL to register nothing where that is needed and not too late.
-    """
-    if device.type != "cuda":
+    """Tell whether graphs on a device can hold collectives. See Note [Buffers that NCCL registers]."""
+    if device.type != "cuda" or registration.is_off():
         return True
     expandable = torch_private.uses_expandable_segments()
-    if expandable is None:
-        expandable = registration.asks_for_expandable_segments()
-    if not expandable:
-        return True
-    if registration.is_off() is None and not torch_private.nccl_communicates():
-        registration.turn_off()
-    return registration.is_off() is True
+    return not (registration.asks_for_expandable_segments() if expandable is None else expandable)
 
 
 def _is_of(func: Any, namespace: str) -> bool:

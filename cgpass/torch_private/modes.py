@@ -192,6 +192,10 @@ def autocast_cache_off() -> Iterator[None]:
         torch.set_autocast_cache_enabled(enabled)
 
 
+autocast_off: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C._DisableAutocast
+"""A block in which autocast casts nothing, on any device: a tenth of the cost of `torch.autocast(enabled=False)`."""
+
+
 class _AutocastCache(threading.local):
     is_off = False
 
