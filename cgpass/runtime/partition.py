@@ -140,7 +140,7 @@ class PartitionRunner:
         self._here = threading.local()
         """True if this thread ran a call without a graph: libraries keep handles for each thread."""
         owner.add(self)
-        native.loader.start(options.progress)
+        native.loader.wait(options.progress)
 
     @property
     def failure(self) -> str | None:
