@@ -252,7 +252,7 @@ class TrainStep:
             except torch_private.not_one_graph() as error:
                 if call.whole is not None:
                     raise
-                self._too_often = torch_private.is_recompile_limit(error)
+                self._too_often = type(error).__name__ == "FailOnRecompileLimitHit"
                 if not self._too_often:
                     broken_at = next(iter(str(error).strip().splitlines()), "")
         if broken_at is not None:
@@ -397,7 +397,7 @@ class _NoGradientsAfter(Mode):
     def undo(self) -> None:
         self._update.forget_gradients()
         if self._update.scaler is not None:  # a capture that failed in the middle runs again
-            torch_private.forget_step_of_scaler(self._update.scaler)
+            self._update.scaler._per_optimizer_states.clear()
 
 
 class _Read:
@@ -537,7 +537,7 @@ class _Update:
             if leaf.grad is not None:
                 return f"{name} has a gradient from before; call zero_grad() first"
             return f"{name} has hooks, or gradients of another dtype; remove them"
-        if self.scaler is not None and torch_private.scaler_is_within_a_step(self.scaler):
+        if self.scaler is not None and self.scaler._per_optimizer_states:
             return "the scaler's unscale_() or step() was called before the step; leave that to the step"
         found = self._find_numbers()
         if isinstance(found, str):
@@ -576,7 +576,8 @@ class _Update:
                         return f"{name} of the optimizer is a {type(value).__name__}; give a number"
                     found[n, name] = number
         if self.scaler is not None:
-            found.update(torch_private.scaler_numbers(self.scaler))
+            for name in ("growth_factor", "backoff_factor", "growth_interval"):
+                found[f"the scaler's {name}"] = getattr(self.scaler, f"get_{name}")()
         found.update(torch_private.kernel_flags())
         return found
 
@@ -761,7 +762,7 @@ class _Whole:
             outputs.clear()
             tangent = torch.ones_like(returned[layout.differentiable[0]])
             if scaler is not None:
-                tangent = tangent * torch_private.scale_of(scaler).to(tangent.dtype)
+                tangent = tangent * scaler._scale.to(tangent.dtype)
             call = [*rest, *saved, layout.tangents[0](tangent)]
             del rest, saved, tangent
             gradients = list(self._backward(call))

@@ -70,8 +70,6 @@ class Recording:
         """See `table.Seen.draws`."""
         self._graph = graph
         self.replay: Callable[[], None] = graph.replay
-        self.instantiate_ms = graph.instantiate_ms
-        """See `CapturedGraph`."""
         consumes = consumes or {}
         self._consumed, self._users = tuple(consumes), tuple(consumes.values())
         """Inputs whose memory it writes, and the number of users of a storage that nobody else holds."""

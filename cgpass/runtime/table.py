@@ -196,7 +196,6 @@ class History:
             recording.copied_bytes,
             recording.slot,
             (time.perf_counter() - started) * 1e3,
-            recording.instantiate_ms,
             self.warm_up_ms,
         )
         self.notes.append(note)
