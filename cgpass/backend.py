@@ -31,9 +31,8 @@ from cgpass.compile.passes.split_joint import split_joint
 from cgpass.compile.skips import Skips
 from cgpass.compile.training import TrainingCall
 from cgpass.compile.warm_start import GraphCache
-from cgpass.errors import DoubleBackwardError, DriverUnavailableError
+from cgpass.errors import DriverUnavailableError
 from cgpass.options import Options
-from cgpass.runtime import native
 from cgpass.runtime.driver import CUDADriver
 from cgpass.runtime.gathered import give_gathered_a_pool, give_pool_back
 from cgpass.runtime.owner import Owner, release_all
@@ -80,8 +79,6 @@ def cgpass(
             'driver="cuda", but torch finds no CUDA device; use driver="auto", or driver="simulated" on CPU'
         )
     check_names(parsed)
-    if parsed.driver != "none" and (parsed.driver != "auto" or torch.cuda.is_available()):
-        native.loader.start(parsed.progress)
     return Compilation(parsed, gm).compile(gm, example_inputs)
 
 
@@ -143,8 +140,7 @@ class Compilation:
         # Its device is found after AOTAutograd only; no pass of this stage asks for it.
         context = PassContext(device=torch.device("meta"), stage="dynamo", direction="joint")
         gm = run_passes(dynamo_passes(), gm, context).gm
-        told = progress.shown(f"compiling {self._source.place or 'a graph'}", self.options.progress)
-        with told, torch_private.double_backwards_raise(DoubleBackwardError):
+        with progress.shown(f"compiling {self._source.place or 'a graph'}", self.options.progress):
             compiled = self._compile(gm, example_inputs)
         return self._training.around(compiled, gm)
 
@@ -291,7 +287,6 @@ class Compilation:
         if not any(tag.captured for tag in tags):
             return self._skips.run_uncaptured(original, example_inputs, compiler, reasons)
         if target.records:
-            self._skips.warn_of_replaced(gm, direction)
             self._skips.report(reasons, direction)
         returned = self._num_fwd_outputs if direction == "forward" else len(graph_outputs(gm))
         build = GraphBuilder(

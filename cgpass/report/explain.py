@@ -18,7 +18,6 @@ from cgpass.errors import InputError, OptionError
 from cgpass.options import set_defaults
 from cgpass.report import watch
 from cgpass.report.report import Report
-from cgpass.runtime import native
 from cgpass.runtime.owner import Owner
 from cgpass.whole_step import TrainStep
 
@@ -73,7 +72,7 @@ def explain(
     what ran so far.
 
     With a function, up to 13 calls run, with their backward. What is not compiled yet is compiled with
-    `backend="cgpass"`, anew each time. A batch by itself is given as data loaders mean it: a mapping by name
+    `backend="cgpass"`. A batch by itself is given as data loaders mean it: a mapping by name
     (`**batch`) if the function takes these names, as a named tuple is, a tuple or list as `*batch` if it takes more
     than one argument.
     Afterwards parameters, buffers, gradients and optimizers that the function is, is given or names are as they were,
@@ -125,12 +124,10 @@ def explain(
         stack.enter_context(_restored([*modules.values()], tensors, optimizers))
         # Dynamo would find what a disabled function wraps
         as_it_is = is_compiled or torch_private.is_disabled(fn)
-        run = fn if as_it_is else stack.enter_context(_compiled(fn))
+        run = fn if as_it_is else stack.enter_context(_compiled(fn, given))
         call = functools.partial(_call, lambda: run(*args, **kwargs), training, tensors)
         with watch.watched() as report:
             settled = _settle(call)
-            if native.loader.status is not None:  # where nothing was recorded yet
-                native.loader.wait()
         report.settled, report.model = settled, _name_of(fn)
         if compare and report.device != watch.SIMULATED:
             report.ms, report.plain_ms = watch.compared(call, _owners())
@@ -138,16 +135,16 @@ def explain(
 
 
 @contextlib.contextmanager
-def _compiled(fn: Fn) -> Iterator[Callable[..., Any]]:
-    """Return what `torch.compile` makes of it with the options of now; afterwards nothing of it is left."""
+def _compiled(fn: Fn, given: dict[str, Any]) -> Iterator[Callable[..., Any]]:
+    """Return what `torch.compile` makes of it with the options of now; afterwards none of its recordings is left."""
     before = telemetry.counters()["graphs"]
-    with torch_private.backend_for_once(cgpass) as backend:
-        torch_private.note_graph_breaks()  # Dynamo is loaded by now
-        try:
-            yield torch.compile(fn, backend=backend)
-        finally:
-            for owner in _owners(since=before):
-                owner.release()
+    compiled = torch.compile(fn, backend=cgpass, options=given)
+    torch_private.note_graph_breaks()  # Dynamo is loaded by now
+    try:
+        yield compiled
+    finally:
+        for owner in _owners(since=before):
+            owner.release()
 
 
 def _owners(since: int = 0) -> list[Owner]:

@@ -160,7 +160,7 @@ class PartitionRunner:
         self._warm_up_ms: float | None = None
         """Host time of the last call without a graph, since the last recording."""
         owner.add(self)
-        native.loader.start(options.progress)
+        native.loader.wait(options.progress)
 
     @property
     def owns_outputs(self) -> bool:
@@ -517,7 +517,6 @@ class PartitionRunner:
             recording.copied_bytes,
             recording.slot,
             (time.perf_counter() - self._started) * 1e3,
-            recording.instantiate_ms,
             self._warm_up_ms,
         )
         self._warm_up_ms = None

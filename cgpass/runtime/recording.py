@@ -82,8 +82,6 @@ class Recording:
         read: frozenset[int],
     ) -> None:
         self.replay: Callable[[], None] = self.graph.replay
-        self.instantiate_ms = self.graph.instantiate_ms
-        """See `CapturedGraph`."""
         self._consumed, self._users = tuple(self.consumes), tuple(self.consumes.values())
         self._copies = copies_in(self.placeholders)
         self._write_back = [
