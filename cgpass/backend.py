@@ -33,6 +33,7 @@ from cgpass.compile.training import TrainingCall
 from cgpass.compile.warm_start import GraphCache
 from cgpass.errors import DriverUnavailableError
 from cgpass.options import Options
+from cgpass.runtime import native
 from cgpass.runtime.driver import CUDADriver
 from cgpass.runtime.gathered import give_gathered_a_pool, give_pool_back
 from cgpass.runtime.owner import Owner, release_all
@@ -79,6 +80,8 @@ def cgpass(
             'driver="cuda", but torch finds no CUDA device; use driver="auto", or driver="simulated" on CPU'
         )
     check_names(parsed)
+    if parsed.driver != "none" and (parsed.driver != "auto" or torch.cuda.is_available()):
+        native.loader.start(parsed.progress)
     return Compilation(parsed, gm).compile(gm, example_inputs)
 
 

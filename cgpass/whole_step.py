@@ -56,7 +56,6 @@ _NEW_STATE: Final = "the optimizer has other groups, parameters or state tensors
 _NEW_NUMBER: Final = "{} has a new value; each new value costs one call, but for learning rates"
 _FOREIGN: Final = "something else than the optimizer's parameters gets gradients; freeze, detach or give it to an optimizer of the step"
 _IN_TURN: Final = "not all of it can be captured, see cgpass.explain(loss_fn, batch); the optimizer's step is a graph of its own"
-_NO_GRAPH: Final = "nothing of it is to be recorded"
 _ITS_LINE: Final = "cgpass.explain(loss_fn, batch) names the line"
 _TOO_OFTEN: Final = "it was compiled torch._dynamo.config.recompile_limit times; keep what changes the same, or make it a tensor"
 _BY_VALUE = (int, float, bool, str, type(None))
@@ -277,10 +276,10 @@ class TrainStep:
     def _why_pieces(self) -> str | None:
         """Why this call can't be a whole step, whatever Dynamo compiled for it."""
         new = self._update.look()
+        if not fast.is_loaded:
+            return (self.calls > 1 and native.loader.why_not) or _FIRST
         if self._options.driver == "none":
             return 'driver="none" turns graphs off'
-        if not fast.is_loaded:
-            return _FIRST if self.calls == 1 else native.loader.why_not or _NO_GRAPH
         if self._accumulate > 1:
             return f"accumulate={self._accumulate}: gradients add up in pieces"
         if torch_private.has_default_saved_tensors_hooks():

@@ -18,6 +18,7 @@ from cgpass.errors import InputError, OptionError
 from cgpass.options import set_defaults
 from cgpass.report import watch
 from cgpass.report.report import Report
+from cgpass.runtime import native
 from cgpass.runtime.owner import Owner
 from cgpass.whole_step import TrainStep
 
@@ -128,6 +129,8 @@ def explain(
         call = functools.partial(_call, lambda: run(*args, **kwargs), training, tensors)
         with watch.watched() as report:
             settled = _settle(call)
+            if native.loader.status is not None:  # where nothing was recorded yet
+                native.loader.wait()
         report.settled, report.model = settled, _name_of(fn)
         if compare and report.device != watch.SIMULATED:
             report.ms, report.plain_ms = watch.compared(call, _owners())

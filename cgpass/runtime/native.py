@@ -1,15 +1,16 @@
 """Compiles `_native.cpp` once per torch and Python, keeps the result on disk, and loads it.
 
 Note [When native code is compiled]
-    The first partition that may be recorded has it compiled, and waits. So a process that may record leaves it for every
-    later one; one that records nothing (`driver="none"`) does not wait. Of several processes one compiles, under a lock
-    that the kernel takes from whoever dies; the others wait, and load what it made. The file gets its name when it is
-    complete.
+    A compilation that may record starts it, beside itself. The first call of a function that has captured partitions
+    waits for it, whatever that call does: all that decides about it is in there. So a process that may record leaves it
+    for every later one, however short it is; one that records nothing (`driver="none"`) neither starts it nor waits. Of
+    several processes one compiles, under a lock that the kernel takes from whoever dies; the others wait, and load what
+    it made. The file gets its name when it is complete.
 
 Note [Where there is no native code]
     It is needed to record: nothing does the same in Python. Where it can't be had (no compiler, one that fails, not
     Linux) every call of what would be captured runs without a graph, with the same kernels, as with `driver="none"`;
-    one warning says why and what to install. `PartitionRunner` and `make_graphed_callables` ask for it.
+    one warning says why and what to install. `Owner.enter_call` and `make_graphed_callables` ask for it.
 
 `torch.utils.cpp_extension` is not used: it needs ninja, prints, runs the compiler for its version in each process, and
 a killed process leaves a lock behind that all later ones wait for.
@@ -203,43 +204,65 @@ class Loader:
     """Has the native code compiled and loaded once per process."""
 
     def __init__(self) -> None:
-        self.why_not: str | None = None
-        """Why there is none, once it was asked for."""
+        self.why_not: str | None = "native code is compiled for recordings, and nothing is recorded"
+        """Why there is none, and as it looks will be none."""
+        self._progress: progress.Setting = "off"
+        self._process: int | None = None
+        """The one that it was started in; a thread is not forked."""
+        self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def wait(self, setting: progress.Setting = "off") -> bool:
-        """Load it, compiled if need be; returns whether it is there. See Note [When native code is compiled].
+    def start(self, setting: progress.Setting = "off") -> None:
+        """See Note [When native code is compiled]. Waits for nothing.
 
         Args:
-            setting: Whether a line on the terminal says so meanwhile.
+            setting: Whether a line on the terminal says so while somebody waits.
+        """
+        with self._lock:
+            self._progress = setting
+            if self._process == os.getpid():
+                return
+            self._process, self.why_not = os.getpid(), None
+            self._thread = threading.Thread(target=self._load, name="cgpass-build", daemon=True)
+            self._thread.start()
+
+    def _load(self) -> None:
+        try:
+            fast.fill_in(load(build()))
+        except BuildError as error:
+            self.why_not = str(error)
+            said = " (`python -m cgpass build` shows all that it said)" if error.said else ""
+            log.warning(
+                "cgpass has no native code, without which nothing is recorded and everything runs without a graph: "
+                "%s%s. %s.",
+                error,
+                said,
+                error.fix,
+            )
+
+    def wait(self, setting: progress.Setting | None = None) -> bool:
+        """Start if need be, and wait until all is loaded or can't be; returns whether it is.
+
+        Args:
+            setting: As for `start`; None for that of the last start.
         """
         if fast.is_loaded:
             return True
-        with self._lock:
-            if self.why_not is None and not fast.is_loaded:
-                try:
-                    with progress.shown("compiling native code, once per torch version", setting):
-                        fast.fill_in(load(build()))
-                except BuildError as error:
-                    self.why_not = str(error)
-                    said = (
-                        " (`python -m cgpass build` shows all that it said)" if error.said else ""
-                    )
-                    log.warning(
-                        "cgpass has no native code, without which nothing is recorded and everything runs without a "
-                        "graph: %s%s. %s.",
-                        error,
-                        said,
-                        error.fix,
-                    )
+        self.start(self._progress if setting is None else setting)
+        thread = self._thread
+        if thread is not None and thread.is_alive():
+            with progress.shown("compiling native code, once per torch version", self._progress):
+                thread.join()
         return fast.is_loaded
 
     @property
     def status(self) -> str | None:
-        """Tell if it is in use, and if not why; None as long as nothing was to be recorded."""
+        """True if it is in use, and if not why; None as long as nothing was to be recorded."""
+        if self._process is None:
+            return None
         if fast.is_loaded:
             return "in use"
-        return None if self.why_not is None else f"not in use: {self.why_not}"
+        return "being compiled" if self.why_not is None else f"not in use: {self.why_not}"
 
 
 loader = Loader()

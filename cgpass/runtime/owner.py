@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cgpass import torch_private
-from cgpass.runtime import changes, fast
+from cgpass.runtime import changes, fast, native
 from cgpass.runtime.changes import Change, open_modes
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.writes import has_place
@@ -177,7 +177,7 @@ class Owner:
         self.bypassed = None
         if self.plain:
             self.bypassed = "asked"
-        elif not fast.is_loaded:
+        elif not (fast.is_loaded or native.loader.wait()):
             self.bypassed = "no_native_code"
         elif fast.in_transform():
             self.bypassed = "transform"

@@ -160,7 +160,7 @@ class PartitionRunner:
         self._warm_up_ms: float | None = None
         """Host time of the last call without a graph, since the last recording."""
         owner.add(self)
-        native.loader.wait(options.progress)
+        native.loader.start(options.progress)
 
     @property
     def owns_outputs(self) -> bool:

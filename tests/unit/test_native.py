@@ -92,6 +92,19 @@ def test_a_short_process_that_records_leaves_what_was_compiled(copying, tmp_path
     assert copying.read_text() == "run\n"
 
 
+def test_a_report_waits_for_native_code(copying, tmp_path, monkeypatch):
+    compiler = str(tmp_path / "c++")
+    fresh_loader(monkeypatch, tmp_path / "cache")
+    monkeypatch.setenv("CXX", compiler)
+    native.loader.start()  # and nothing is recorded
+    options = {"driver": "simulated", "compiler": "eager", "unsafe_ops": ("aten::add",)}
+    with cgpass.set_defaults(on_skip="silent", **options):
+        report = cgpass.explain(lambda x: x + 1, torch.ones(3), training=False)
+    assert not any(part.captured for graph in report.graphs for part in graph.partitions)
+    assert report.native == "in use"
+    assert "native code in use" in " ".join(str(report).split())
+
+
 def forked(fn):
     """A child that starts with nothing but what was built here; its status is 0 where all went well."""
     if child := os.fork():
@@ -123,17 +136,24 @@ def test_of_two_processes_one_compiles(copying, tmp_path, monkeypatch):
     assert copying.read_text() == "run\n"
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+STARTS = "import time; from cgpass.runtime import native; native.loader.start(); print(); "
+
+
+@pytest.mark.parametrize("how", ["ends", "is killed"])
 def test_a_process_that_goes_before_leaves_nothing_that_stops_the_next(copying, tmp_path, how):
-    program = "from cgpass.runtime import native; native.loader.wait()"
-    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE) as process:
+    program = STARTS + ("time.sleep(0.5)" if how == "ends" else "time.sleep(60)")
+    pipe, folder = subprocess.PIPE, tmp_path / "cache" / "cgpass"
+    with subprocess.Popen([sys.executable, "-c", program], stderr=pipe) as process:
         while not copying.exists() and process.poll() is None:
             time.sleep(0.01)
-        process.send_signal(how)
-    assert process.returncode == -how
+        if how == "is killed":
+            process.kill()
+        assert process.stderr is not None
+        said = process.stderr.read().decode()
+    assert process.returncode == (0 if how == "ends" else -signal.SIGKILL)
+    assert said == ""
     assert files(tmp_path / "cache") == []
-    if how == signal.SIGINT:
-        assert os.listdir(tmp_path / "cache" / "cgpass") == [".lock"]
+    assert how == "is killed" or list(folder.iterdir()) == [folder / ".lock"]
     assert main(["build"]) == 0
     assert files(tmp_path / "cache") == [native.file_name()]
 
@@ -247,6 +267,7 @@ def test_a_failed_build_is_said_once(
     fresh_loader(monkeypatch, tmp_path)
     monkeypatch.setenv("CXX", compiler)
     with caplog.at_level(logging.WARNING, "cgpass"):
+        native.loader.start()
         assert not native.loader.wait()
         assert not native.loader.wait()
     (message,) = caplog.messages
