@@ -25,7 +25,7 @@ from cgpass.compile.facts.values import (
     num_ops,
 )
 from cgpass.compile.layouts import inputs_as_traced, laid_out_otherwise
-from cgpass.compile.passes import eager_passes, graph_passes, outline_passes
+from cgpass.compile.passes import graph_passes, outline_passes
 from cgpass.compile.passes.base import Pass, PassContext, run_passes
 from cgpass.compile.plan import build_plan, outputs_made, plan_as_dict, whole_plan
 from cgpass.compile.skips import OFF, counted
@@ -126,18 +126,10 @@ class GraphBuilder:
         return self._runner(name, fn, infos, original, graph)
 
     def _eager(self, gm: fx.GraphModule) -> Boxed:
-        """A partition that no graph can hold; Inductor compiles what means nothing as aten operators."""
-        if not any(map(is_inductor_random, gm.graph.nodes)):
-            return self.compiler.eager(gm)
-        context = self._context("eager partition")
-        outlined, parts = _outline(gm, context, eager_passes())
-        runs = {
-            name: self.compiler.captured(part, ())
-            if name.startswith("captured")
-            else self.compiler.eager(part)
-            for name, part in parts.items()
-        }
-        return _boxed(Executor(build_plan(outlined, runs, frozenset()), None))
+        """A partition that no graph can hold; Inductor's, if it draws as only Inductor's kernels do."""
+        if any(map(is_inductor_random, gm.graph.nodes)):
+            return self.compiler.captured(gm, ())
+        return self.compiler.eager(gm)
 
     def _context(self, stage: str) -> PassContext:
         return PassContext(

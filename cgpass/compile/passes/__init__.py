@@ -2,7 +2,6 @@
 
 from cgpass.compile.passes.base import Pass
 from cgpass.compile.passes.functionalize_rng import FunctionalizeRng
-from cgpass.compile.passes.inductor_random import InductorRandom
 from cgpass.compile.passes.join_collectives import JoinCollectives
 from cgpass.compile.passes.lift_cpu_scalars import LiftCpuScalars
 from cgpass.compile.passes.opaque_autograd import OpaqueAutograd
@@ -44,8 +43,3 @@ def outline_passes() -> tuple[Pass, ...]:
     """Return what a tagged graph of several partitions goes through."""
     # On its own, since a graph that is one captured partition is compiled whole.
     return (Outline(),)
-
-
-def eager_passes() -> tuple[Pass, ...]:
-    """Return what an eager partition goes through, where Inductor compiles the captured ones."""
-    return (InductorRandom(), Outline())
