@@ -26,8 +26,7 @@ from cgpass.compile.layouts import laid_out_otherwise
 from cgpass.compile.option_names import check_names, parse_options
 from cgpass.compile.passes import dynamo_passes, rng_passes
 from cgpass.compile.passes.base import PassContext, run_passes
-from cgpass.compile.passes.functionalize_rng import RngPairs
-from cgpass.compile.passes.split_joint import split_joint
+from cgpass.compile.passes.rng_pairs import RngPairs, split_joint
 from cgpass.compile.skips import Skips
 from cgpass.compile.training import TrainingCall
 from cgpass.compile.warm_start import GraphCache

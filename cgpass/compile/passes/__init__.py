@@ -1,13 +1,13 @@
 """The passes of each stage, in order."""
 
 from cgpass.compile.passes.base import Pass
-from cgpass.compile.passes.functionalize_rng import FunctionalizeRng
 from cgpass.compile.passes.join_collectives import JoinCollectives
 from cgpass.compile.passes.lift_cpu_scalars import LiftCpuScalars
 from cgpass.compile.passes.opaque_autograd import OpaqueAutograd
 from cgpass.compile.passes.outline import Outline
 from cgpass.compile.passes.own_gradients import OwnGradients
 from cgpass.compile.passes.partition import Partition
+from cgpass.compile.passes.rng_pairs import FunctionalizeRng
 from cgpass.options import Options
 
 
