@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -23,15 +23,14 @@ from cgpass.compile.facts.partition_tag import get_tag
 from cgpass.compile.facts.target import find_target
 from cgpass.compile.facts.values import graph_outputs, has_nested_ints
 from cgpass.compile.layouts import laid_out_otherwise
-from cgpass.compile.option_names import check_names, parse_options
 from cgpass.compile.passes import dynamo_passes, rng_passes
 from cgpass.compile.passes.base import PassContext, run_passes
 from cgpass.compile.passes.rng_pairs import RngPairs, split_joint
 from cgpass.compile.skips import Skips
 from cgpass.compile.training import TrainingCall
 from cgpass.compile.warm_start import GraphCache
-from cgpass.errors import DoubleBackwardError, DriverUnavailableError
-from cgpass.options import Options
+from cgpass.errors import DoubleBackwardError, DriverUnavailableError, OptionError
+from cgpass.options import Options, nearest
 from cgpass.runtime import native
 from cgpass.runtime.driver import CUDADriver
 from cgpass.runtime.gathered import give_gathered_a_pool, give_pool_back
@@ -42,6 +41,9 @@ from cgpass.telemetry import progress, tracing
 from cgpass.telemetry.reason import Reason
 
 log = logging.getLogger(__name__)
+
+_GRAPHS: Final = "triton.cudagraphs"
+_OUR_GRAPHS: Final = "cgpass makes the CUDA graphs; leave Inductor's own out"
 
 
 def cgpass(
@@ -73,15 +75,51 @@ def cgpass(
     torch_private.note_graph_breaks()
     torch_private.note_function()
     give_gathered_a_pool()
-    parsed = parse_options(options, mode)
+    parsed = parse_options(options)
+    if mode not in (None, "default"):
+        raise OptionError(
+            f"mode={mode!r} belongs to Inductor and chooses its own CUDA graphs; with backend='cgpass' leave mode out "
+            "and give Inductor's settings as options={'inductor': {...}}"
+        )
     if parsed.driver == "cuda" and not torch.cuda.is_available():
         raise DriverUnavailableError(
             'driver="cuda", but torch finds no CUDA device; use driver="auto", or driver="simulated" on CPU'
         )
-    check_names(parsed)
+    _check_names(parsed)
     if parsed.driver != "none" and (parsed.driver != "auto" or torch.cuda.is_available()):
         native.loader.start(parsed.progress)
     return Compilation(parsed, gm).compile(gm, example_inputs)
+
+
+def parse_options(options: Mapping[str, Any] | Options | None) -> Options:
+    """Read what `torch.compile` was given; an option that is Inductor's raises `OptionError` with where it belongs."""
+    given = options if isinstance(options, Mapping) else {}
+    strangers = given.keys() - {spec.name for spec in dataclasses.fields(Options)}
+    known = torch_private.inductor_option_names() if strangers else ()
+    for name in strangers.intersection(known):
+        where = f"it is a setting of Inductor, so give it as options={{'inductor': {{{name!r}: {given[name]!r}}}}}"
+        hint = _OUR_GRAPHS if name == _GRAPHS else where
+        raise OptionError(f"cgpass: unknown option {name!r}; {hint}")
+    return Options.parse(options)
+
+
+def _check_names(options: Options) -> None:
+    """Refuse Inductor settings that are none; warn of operators that nobody registered."""
+    known = torch_private.inductor_option_names() if options.inductor else ()
+    for name in options.inductor:
+        if name == _GRAPHS:
+            raise OptionError(f"inductor={{{name!r}: ...}}: {_OUR_GRAPHS}")
+        if name not in known:
+            near = nearest(name, known)
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise OptionError(f"inductor={{{name!r}: ...}} is no setting of Inductor{hint}")
+    registered = torch_private.operator_names() if options.unsafe_ops else ()
+    for name in options.unsafe_ops:
+        is_higher_order = name.startswith("higher_order::")  # these are in no list
+        if not is_higher_order and name.removesuffix(".default") not in registered:
+            near = nearest(name, registered, cutoff=0.8)
+            hint = f"; did you mean {near}?" if near else ""
+            log.warning("unsafe_ops names %s, but no such operator is registered%s", name, hint)
 
 
 def reset() -> None:
@@ -290,7 +328,6 @@ class Compilation:
         if not any(tag.captured for tag in tags):
             return self._skips.run_uncaptured(original, example_inputs, compiler, reasons)
         if target.records:
-            self._skips.warn_of_replaced(gm, direction)
             self._skips.report(reasons, direction)
         returned = self._num_fwd_outputs if direction == "forward" else len(graph_outputs(gm))
         build = GraphBuilder(

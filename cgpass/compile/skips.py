@@ -9,10 +9,8 @@ from torch import fx
 
 from cgpass import telemetry, torch_private
 from cgpass.compile.compilers import Boxed, Compiler, Direction
-from cgpass.compile.facts.ancestry import names_behind
 from cgpass.compile.facts.target import devices
 from cgpass.compile.facts.values import num_ops
-from cgpass.compile.option_names import overloads
 from cgpass.errors import CaptureError
 from cgpass.options import Options
 from cgpass.telemetry import Tally, tracing
@@ -41,7 +39,6 @@ class Skips:
         self._source = source
         self._function = function
         self._graph_break = graph_break
-        self._warned_of: set[str] = set()
 
     def run_plainly(
         self,
@@ -120,27 +117,6 @@ class Skips:
             listed = "\n  ".join(dict.fromkeys(map(str, reasons)))
             graph = self._source.graph(direction)
             self._tell(f"parts of {graph} run without CUDA graphs:\n  {listed}")
-
-    def warn_of_replaced(self, gm: fx.GraphModule, direction: Direction) -> None:
-        """Say which names in `unsafe_ops` may have had no effect: torch puts other operators in their place."""
-        if direction == "backward" or self._options.on_skip == "silent":
-            return
-        gone = {
-            name
-            for name in self._options.unsafe_ops
-            if name not in self._warned_of and torch_private.are_replaced(overloads(name))
-        }
-        if gone:
-            for node in gm.graph.nodes:
-                gone -= names_behind(node)
-        for name in sorted(gone):
-            self._warned_of.add(name)
-            log.warning(
-                "unsafe_ops names %s, of which no call is seen in the %s graph: torch traces it as the operators that it "
-                "consists of. Where another operator calls it, name that one, or those that it consists of",
-                name,
-                direction,
-            )
 
     def _is_new(self, reason: Reason) -> bool:
         """Tell if the user was not told of what can't be captured when that failed."""

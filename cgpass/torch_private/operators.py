@@ -1,7 +1,7 @@
 """Facts about operators, and custom ones."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,21 +53,6 @@ def has_effect(op: torch._ops.OpOverload) -> bool:
     from torch._higher_order_ops.effects import has_effects
 
     return has_effects(op)
-
-
-def are_replaced(ops: Sequence[object]) -> bool:
-    """Tell if tracing leaves other operators in the place of all of `ops`, `out=` variants aside.
-
-    Composite operators and ATen's writing ones. What Inductor decomposes is noted in `original_aten`.
-    """
-    known = [op for op in ops if isinstance(op, torch._ops.OpOverload)]
-    real = [op for op in known if torch._C._dispatch_has_kernel(op.name())]  # not TorchScript's
-    called = [op for op in real if not any(arg.is_out for arg in op._schema.arguments)]
-    return bool(called) and all(
-        torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
-        or (op.namespace == "aten" and op._schema.is_mutable)
-        for op in called
-    )
 
 
 def has_autocast_kernel(op: torch._ops.OpOverload) -> bool:
