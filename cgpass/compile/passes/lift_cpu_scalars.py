@@ -131,7 +131,7 @@ class _Lift:
         for node in self._graph.nodes:
             scalars = [arg for arg in node.all_input_nodes if _is_cpu_tensor(arg)]
             if scalars and node.op == "call_function":
-                reason = why_not_capturable(node, self._device, gm=self._gm)
+                reason = why_not_capturable(node, self._device)
                 if reason is not None and reason.code == "cpu_scalar":
                     for arg in scalars:
                         found.setdefault(arg, []).append(node)

@@ -53,7 +53,6 @@ class Partition(Pass):
                 group[0],
                 ctx.device,
                 unsafe_ops=self.unsafe_ops,
-                gm=gm,
                 collectives=self.collectives,
             )
             for group in groups
