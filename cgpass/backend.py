@@ -26,7 +26,6 @@ from cgpass.compile.layouts import laid_out_otherwise
 from cgpass.compile.passes import dynamo_passes, rng_passes
 from cgpass.compile.passes.base import PassContext, run_passes
 from cgpass.compile.passes.rng_pairs import RngPairs, split_joint
-from cgpass.compile.skips import Skips
 from cgpass.compile.training import TrainingCall
 from cgpass.compile.warm_start import GraphCache
 from cgpass.errors import DoubleBackwardError, DriverUnavailableError, OptionError
@@ -164,11 +163,16 @@ class Compilation:
         self._parameters: frozenset[int] = frozenset()
         """Inputs of the forward that are parameters or buffers, and outputs of the backward that are their gradients."""
         self._source = tracing.Source(begins_at(gm), torch_private.current_trace_id())
-        self._function = telemetry.new_function()
-        self._failed = FailedOperators(self._function)
-        self._graph_break = graph_break_of(gm)
-        self._skips = Skips(
-            options, self._source, self._function, self._graph_break, self._failed.told
+        function = telemetry.new_function()
+        self._failed = FailedOperators(function)
+        self._builder = functools.partial(
+            GraphBuilder,
+            options=options,
+            owner=self._owner_on,
+            failed=self._failed,
+            source=self._source,
+            function=function,
+            graph_break=graph_break_of(gm),
         )
         self._training = TrainingCall()
         self._cache = GraphCache(self._inductor_compile)
@@ -300,52 +304,40 @@ class Compilation:
         """As `_compile_graph`, for a graph that has neither pairs nor positions of them."""
         direction = compiler.direction
         target = find_target(gm, self.options.driver)
+        build = self._builder(compiler=compiler, target=target)
         if target.skip is not None:
-            return self._skips.run_plainly(gm, example_inputs, compiler, target.skip)
+            return build.plainly(gm, example_inputs, target.skip)
         context = PassContext(device=target.device, stage="graph", direction=direction)
         # What our passes put in is for partitions: Inductor has no lowering for `aten._to_copy`.
         original = copy_of(gm) if has_cpu_scalars(gm) else gm
-        laid_out: set[str] = set()  # otherwise than traced
-        if direction == "backward":
-            inputs = gm.graph.find_nodes(op="placeholder")
-            laid_out = {inputs[i].name for i in laid_out_otherwise(gm, example_inputs)}
+        otherwise = laid_out_otherwise(gm, example_inputs) if direction == "backward" else []
         self._failed.mark(gm)
         result = run_passes(passes_for(gm, self.options, target), gm, context)
         gm = result.gm
         tags = {tag for tag in map(get_tag, gm.graph.nodes) if tag is not None}
         reasons = [note for note in result.notes if isinstance(note, Reason)]
+        # A partition gets the sizes alone that it reads, of which nested integers are none.
         is_whole = len(tags) == 1 and not (
             has_nested_ints(gm) or any(map(is_argument, gm.graph.nodes))
         )
-        otherwise: list[int] = []
-        if laid_out and not is_whole:  # anew in each call
-            inputs = gm.graph.find_nodes(op="placeholder")
-            otherwise = [i for i, node in enumerate(inputs) if node.name in laid_out]
-        given = self._placeholder_kinds(gm, direction)
-        kinds = value_kinds(gm, given, copies=() if is_whole else laid_out)
+        inputs = gm.graph.find_nodes(op="placeholder")
+        copies = [] if is_whole else [inputs[i].name for i in otherwise]  # anew in each call
+        kinds = value_kinds(gm, self._placeholder_kinds(gm, direction), copies)
         if direction == "forward":
             self._saved = kinds
         if not any(tag.captured for tag in tags):
-            return self._skips.run_uncaptured(original, example_inputs, compiler, reasons)
+            return build.uncaptured(original, example_inputs, reasons)
         if target.records:
-            self._skips.report(reasons, direction)
+            build.report(reasons)
         returned = self._num_fwd_outputs if direction == "forward" else len(graph_outputs(gm))
-        build = GraphBuilder(
-            options=self.options,
-            owner=self._owner_on,
+        build = dataclasses.replace(
+            build,
             names=self._user_names(gm),
             visible=frozenset(range(returned)),  # all but the saved tensors
-            compiler=compiler,
             kinds=kinds,
-            target=target,
-            failed=self._failed,
-            source=self._source,
-            function=self._function,
-            graph_break=self._graph_break,
         )
         if is_whole:
             return build.whole(gm, example_inputs)
-        # A partition gets the sizes alone that it reads, of which nested integers are none.
         return build.partitioned(gm, context, otherwise)
 
     def _placeholder_kinds(self, gm: fx.GraphModule, direction: Direction) -> dict[str, InputKind]:

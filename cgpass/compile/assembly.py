@@ -1,12 +1,12 @@
-"""From a graph with partition tags to one callable: compiles each partition and joins them."""
+"""From a graph to one callable: compiles each partition and joins them, or runs all of it without CUDA graphs and says so."""
 
 import contextlib
 import dataclasses
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -17,7 +17,7 @@ from cgpass.compile.culprits import FailedCapture, FailedOperators
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.compile.facts.inputs import input_infos
 from cgpass.compile.facts.partition_tag import get_reason, get_tag
-from cgpass.compile.facts.target import Target
+from cgpass.compile.facts.target import Target, devices
 from cgpass.compile.facts.values import (
     graph_outputs,
     is_collective,
@@ -28,17 +28,20 @@ from cgpass.compile.layouts import inputs_as_traced, laid_out_otherwise
 from cgpass.compile.passes import graph_passes, outline_passes
 from cgpass.compile.passes.base import Pass, PassContext, run_passes
 from cgpass.compile.plan import build_plan, outputs_made, plan_as_dict, whole_plan
-from cgpass.compile.skips import OFF, counted
+from cgpass.errors import CaptureError
 from cgpass.options import Options
 from cgpass.runtime.collectives import may_be_captured
 from cgpass.runtime.executor import Executor, Plan
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.partition import PartitionRunner
-from cgpass.telemetry import progress, tracing
+from cgpass.telemetry import Tally, progress, tracing
 from cgpass.telemetry.reason import Reason
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary
 
 log = logging.getLogger(__name__)
+
+_OFF: Final = 'driver="none" turns them off'
+"""The words of a summary for graphs that nobody wants captured."""
 
 
 def passes_for(gm: fx.GraphModule, options: Options, target: Target) -> tuple[Pass, ...]:
@@ -47,28 +50,97 @@ def passes_for(gm: fx.GraphModule, options: Options, target: Target) -> tuple[Pa
     return graph_passes(options, collectives=not communicates or may_be_captured(target.device))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GraphBuilder:
-    """Joins the partitions of one graph."""
+    """Makes one graph of a function callable."""
 
     options: Options
     owner: Callable[[torch.device], Owner]
     """Gives the owner of the function's recordings on a device."""
-    names: Mapping[str, str]
-    """The user's names of inputs, by placeholder name."""
-    visible: frozenset[int]
-    """Positions of outputs that the user gets."""
-    compiler: Compiler
-    kinds: Mapping[str, InputKind]
-    """See `value_kinds`."""
-    target: Target
     failed: FailedOperators
-    source: tracing.Source = tracing.NOWHERE
+    source: tracing.Source
     """Of the user's function."""
-    function: int | None = None
+    function: int
     """The function's number in what telemetry knows."""
-    graph_break: Reason | None = None
+    graph_break: Reason | None
     """Why Dynamo ended it where it did, if the user's goes on."""
+    compiler: Compiler
+    target: Target
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The user's names of inputs, by placeholder name."""
+    visible: frozenset[int] = frozenset()
+    """Positions of outputs that the user gets."""
+    kinds: Mapping[str, InputKind] = field(default_factory=dict)
+    """See `value_kinds`."""
+
+    def plainly(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        why: str,
+        reasons: Sequence[Reason] = (),
+        *,
+        is_skip: bool = True,
+    ) -> Boxed:
+        """Compile a graph without partitions, as `torch.compile` would, and say why.
+
+        Raises:
+            CaptureError: The user wants no graph to run without a CUDA graph.
+        """
+        driver, direction = self.options.driver, self.compiler.direction
+        skip, found, ops = why, tuple(reasons), num_ops(gm)
+        if driver == "none":
+            skip, found = _OFF, ()
+        told = {"runs_without_cuda_graphs": skip, "num_ops": ops, "reasons": list(map(str, found))}
+        tracing.add_json(f"{direction}_plan", lambda: told)
+        graph = telemetry.add_graph(self._summary(skip=skip, num_ops=ops, why=found))
+        text = f"{self.source.graph(direction)} runs without CUDA graphs: {why}"
+        on_cuda = any(d.type == "cuda" for d in devices(gm))
+        if is_skip and (driver in ("cuda", "simulated") or (driver == "auto" and on_cuda)):
+            telemetry.compile_stats.skips += 1
+            self._tell(text, anew=not reasons or any(map(self._is_new, reasons)))
+        else:
+            log.info("%s", text)
+        return _counted(graph, self.compiler.whole(gm, example_inputs))
+
+    def uncaptured(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], reasons: Sequence[Reason]
+    ) -> Boxed:
+        """As `plainly`, for a graph of which nothing is captured; one too small to be worth it is no skip."""
+        blockers = [reason for reason in reasons if not reason.is_chosen]
+        if blockers or not reasons:
+            why = "; ".join(dict.fromkeys(map(str, blockers))) or "it has no operators"
+            return self.plainly(gm, example_inputs, why, blockers)
+        why = (
+            "fewer of its operators do work on the device (views don't count) than "
+            f"min_partition_ops={self.options.min_partition_ops}"
+        )
+        if all(reason.code in ("no_work", "effect_token") for reason in reasons):
+            why = "it launches no work on the device"
+        return self.plainly(gm, example_inputs, why, reasons, is_skip=False)
+
+    def report(self, reasons: Sequence[Reason]) -> None:
+        """One message for everything in the graph that can't be captured.
+
+        Raises:
+            CaptureError: The user wants nothing to run plainly.
+        """
+        reasons = [each for each in reasons if not each.is_chosen and self._is_new(each)]
+        if reasons:
+            listed = "\n  ".join(dict.fromkeys(map(str, reasons)))
+            graph = self.source.graph(self.compiler.direction)
+            self._tell(f"parts of {graph} run without CUDA graphs:\n  {listed}")
+
+    def _is_new(self, reason: Reason) -> bool:
+        """Tell if the user was not told of what can't be captured when that failed."""
+        told = self.failed.told and reason.code == "failed_capture"
+        return self.options.on_skip == "raise" or not told
+
+    def _tell(self, message: str, *, anew: bool = True) -> None:
+        if self.options.on_skip == "raise":
+            raise CaptureError(message)
+        level = logging.WARNING if anew and self.options.on_skip == "warn" else logging.INFO
+        log.log(level, "%s", message)
 
     def whole(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
         """A graph that is one captured partition."""
@@ -86,7 +158,7 @@ class GraphBuilder:
         with self._told():
             fn = self.compiler.whole(gm, example_inputs)
         if not self.target.records:
-            return counted(graph, fn)
+            return _counted(graph, fn)
         run = self._runner("captured_0", fn, infos, original, graph, others)
         made = outputs_made(original)
         plan = whole_plan(len(infos), num_outputs, run, "captured_0", self.visible, made)
@@ -192,18 +264,21 @@ class GraphBuilder:
             communicates=communicates,
         )
 
-    def _add_summary(self, partitions: tuple[PartitionSummary, ...]) -> int:
-        records = self.target.records
-        summary = GraphSummary(
+    def _summary(self, **about: Any) -> GraphSummary:
+        return GraphSummary(
             self.compiler.direction,
-            partitions if records else (),
-            skip=None if records else OFF,
-            num_ops=0 if records else sum(part.num_ops for part in partitions),
             place=self.source.place,
             function=self.function,
             graph_break=self.graph_break,
-            driver=self.target.driver,
+            **{"partitions": (), **about},
         )
+
+    def _add_summary(self, partitions: tuple[PartitionSummary, ...]) -> int:
+        if self.target.records:
+            summary = self._summary(partitions=partitions, driver=self.target.driver)
+        else:
+            ops = sum(part.num_ops for part in partitions)
+            summary = self._summary(skip=_OFF, num_ops=ops)
         log.info("%s", str(summary).splitlines()[0])
         return telemetry.add_graph(summary)
 
@@ -273,4 +348,16 @@ def _boxed(executor: Executor) -> Boxed:
         return executor(args)
 
     setattr(call, "executor", executor)  # noqa: B010  for whole training steps
+    return torch_private.mark_boxed(call)
+
+
+def _counted(graph: int, fn: Boxed) -> Boxed:
+    """Wrap a compiled graph of which nothing is captured, so that its calls are counted."""
+    tally = Tally()
+
+    def call(args: list[Any]) -> Any:
+        tally.calls += 1
+        return fn(args)
+
+    telemetry.add_run(graph, telemetry.GraphRun(tally, {}, weakref.ref(call)))
     return torch_private.mark_boxed(call)
