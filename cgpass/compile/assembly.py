@@ -93,7 +93,7 @@ class GraphBuilder:
             skip, found = _OFF, ()
         told = {"runs_without_cuda_graphs": skip, "num_ops": ops, "reasons": list(map(str, found))}
         tracing.add_json(f"{direction}_plan", lambda: told)
-        graph = telemetry.add_graph(self._summary(skip=skip, num_ops=ops, why=found))
+        graph = telemetry.add_graph(self._summary((), skip=skip, num_ops=ops, why=found))
         text = f"{self.source.graph(direction)} runs without CUDA graphs: {why}"
         on_cuda = any(d.type == "cuda" for d in devices(gm))
         if is_skip and (driver in ("cuda", "simulated") or (driver == "auto" and on_cuda)):
@@ -264,21 +264,22 @@ class GraphBuilder:
             communicates=communicates,
         )
 
-    def _summary(self, **about: Any) -> GraphSummary:
+    def _summary(self, partitions: tuple[PartitionSummary, ...], **about: Any) -> GraphSummary:
         return GraphSummary(
             self.compiler.direction,
+            partitions,
             place=self.source.place,
             function=self.function,
             graph_break=self.graph_break,
-            **{"partitions": (), **about},
+            **about,
         )
 
     def _add_summary(self, partitions: tuple[PartitionSummary, ...]) -> int:
         if self.target.records:
-            summary = self._summary(partitions=partitions, driver=self.target.driver)
+            summary = self._summary(partitions, driver=self.target.driver)
         else:
             ops = sum(part.num_ops for part in partitions)
-            summary = self._summary(skip=_OFF, num_ops=ops)
+            summary = self._summary((), skip=_OFF, num_ops=ops)
         log.info("%s", str(summary).splitlines()[0])
         return telemetry.add_graph(summary)
 

@@ -245,7 +245,7 @@ def _cut(
     """Cut an order where the colour changes; what is too small to capture turns eager."""
     segments: list[Segment] = []
     for captured, run in itertools.groupby(order, key=lambda at: reasons[at] is None):
-        members = [(at, reasons[at]) for at in run]
+        members: Segment = [(at, reasons[at]) for at in run]
         count = sum(_launches(groups[at][0]) for at, _ in members)
         if captured and count < minimum:
             members = [(at, _too_small(groups[at][0], count, minimum)) for at, _ in members]
