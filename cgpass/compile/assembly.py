@@ -238,15 +238,14 @@ class GraphBuilder:
     ) -> PartitionRunner:
         """Return what runs a captured partition."""
         named = f"{self.compiler.direction} {name}"
-        # Of what communicates, other processes take no part in the runs that find the culprit.
         communicates = any(map(is_collective, original.graph.nodes))
         owner = self.owner(self.target.device)
         on_failure = FailedCapture(
-            original,
-            graph,
-            name,
-            self.failed,
-            None if communicates else owner.driver,
+            gm=original,
+            graph=graph,
+            name=name,
+            operators=self.failed,
+            driver=None if communicates else owner.driver,
             what=self.source.of(named),
             refuses=self.options.on_skip == "raise",
             as_traced=inputs_as_traced(original, otherwise)(list),
