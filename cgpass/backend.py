@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from cgpass import telemetry, torch_private
-from cgpass.compile import culprits
+from cgpass.compile import culprits, formulas
 from cgpass.compile.assembly import GraphBuilder, passes_for
-from cgpass.compile.compilers import Boxed, Compiler, Direction, copy_of
+from cgpass.compile.compilers import Boxed, Compiler, copy_of
 from cgpass.compile.culprits import FailedOperators
 from cgpass.compile.facts.breaks import graph_break_of
 from cgpass.compile.facts.capturability import has_cpu_scalars, is_argument
@@ -23,8 +23,8 @@ from cgpass.compile.facts.partition_tag import get_tag
 from cgpass.compile.facts.target import find_target
 from cgpass.compile.facts.values import graph_outputs, has_nested_ints
 from cgpass.compile.layouts import laid_out_otherwise
-from cgpass.compile.passes import dynamo_passes, rng_passes
-from cgpass.compile.passes.base import PassContext, run_passes
+from cgpass.compile.passes import rng_passes
+from cgpass.compile.passes.base import Direction, PassContext, run_passes
 from cgpass.compile.passes.rng_pairs import RngPairs, split_joint
 from cgpass.compile.training import TrainingCall
 from cgpass.compile.warm_start import GraphCache
@@ -181,11 +181,8 @@ class Compilation:
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Hand the graph to AOTAutograd with our split and our compilers."""
-        # Its device is found after AOTAutograd only; no pass of this stage asks for it.
-        context = PassContext(device=torch.device("meta"), stage="dynamo", direction="joint")
-        gm = run_passes(dynamo_passes(), gm, context).gm
         told = progress.shown(f"compiling {self._source.place or 'a graph'}", self.options.progress)
-        with told, torch_private.double_backwards_raise(DoubleBackwardError):
+        with told, formulas.watched(gm), torch_private.double_backwards_raise(DoubleBackwardError):
             compiled = self._compile(gm, example_inputs)
         return self._training.around(compiled, gm)
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from cgpass import torch_private
 from cgpass.compile.facts import op_tables, values
-from cgpass.compile.facts.ancestry import names_behind, operator_names, user_name
+from cgpass.compile.facts.ancestry import is_untraceable, names_behind, operator_names
 from cgpass.compile.facts.lines import user_line
 from cgpass.telemetry.reason import Reason
 
@@ -122,8 +122,10 @@ def op_name(node: fx.Node) -> str:
     name = values.hop_name(node)
     if name is not None:
         return name if op is node.target else f"{name}({op})"
+    if str(op) == "cgpass.formula.default":
+        return f"backward of {node.args[0]}"
     if isinstance(op, torch._ops.OpOverload) or node.op != "call_function":
-        return user_name(op) or str(op)
+        return str(op)
     return getattr(op, "__name__", str(op))
 
 
@@ -157,7 +159,7 @@ def _by_operator(query: _Query) -> _Found:
     if not isinstance(op, torch._ops.OpOverload):
         return None
     name, node = _short_name(op), query.node
-    if user_name(op) is not None:
+    if is_untraceable(op):
         detail = "its autograd formula can't be traced: it may read data on the host"
         return "opaque_autograd", detail
     if torch.Tag.cudagraph_unsafe in op.tags:

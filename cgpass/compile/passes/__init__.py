@@ -3,18 +3,11 @@
 from cgpass.compile.passes.base import Pass
 from cgpass.compile.passes.join_collectives import JoinCollectives
 from cgpass.compile.passes.lift_cpu_scalars import LiftCpuScalars
-from cgpass.compile.passes.opaque_autograd import OpaqueAutograd
 from cgpass.compile.passes.outline import Outline
 from cgpass.compile.passes.own_gradients import OwnGradients
 from cgpass.compile.passes.partition import Partition
 from cgpass.compile.passes.rng_pairs import FunctionalizeRng
 from cgpass.options import Options
-
-
-def dynamo_passes() -> tuple[Pass, ...]:
-    """Return what Dynamo's graph goes through before AOTAutograd."""
-    # Here, since AOTAutograd would trace the formulas.
-    return (OpaqueAutograd(),)
 
 
 def rng_passes() -> tuple[Pass, ...]:
