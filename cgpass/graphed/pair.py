@@ -39,6 +39,8 @@ from cgpass.runtime.recording import Recorder, Recording
 from cgpass.runtime.writes import extent, has_place
 from cgpass.telemetry import progress
 
+_PLAINLY = "runs a backward without a graph: {}."
+
 
 @contextlib.contextmanager
 def in_place(statics: Statics) -> Iterator[None]:
@@ -340,15 +342,21 @@ class Pair:
         key = self._layout.static_key(args)
         recording = self._choose(args, key)
         if recording is None and not self.closed:
-            if self._records and len(self._backwards) > d.options.max_rerecords:
-                self._leave_plain("it reads other memory than max_rerecords recordings of it do")
+            records = self._records and d.records_backward
+            if records and len(self._backwards) > d.options.max_rerecords:
+                self._records = records = False
+                d.tell(
+                    _PLAINLY.format("it reads other memory than max_rerecords recordings of it do")
+                )
             # no rescue moved what is read
-            if self._records and key == self._layout.static_key(args):
+            if records and key == self._layout.static_key(args):
                 recording = self._record_in_call(args)
         if recording is None:
             d.stats.plain_calls += 1
             return self._run_graph(args)
-        if position is not None:  # what a recording of a backward draws from is known once it is recorded
+        if (
+            position is not None
+        ):  # what a recording of a backward draws from is known once it is recorded
             self.states.rewind(position)
         outputs = recording.run(args)
         args.clear()
@@ -358,25 +366,20 @@ class Pair:
             owner.note_handed_out(recording)
         return outputs
 
-    def _leave_plain(self, why: str) -> None:
-        self._records = False
-        self.description.tell(f"runs a backward without a graph: {why}.")
-
     def _record_in_call(self, args: list[Any]) -> Recording | None:
-        owner = self._owner
+        d, owner = self.description, self._owner
         slot = owner.new_slot() if self._backwards else self._slot
         owner.driver.prepare_thread()
         try:
-            with in_place(self.statics) if self.description.hooks else contextlib.nullcontext():
+            with in_place(self.statics) if d.hooks else contextlib.nullcontext():
                 return self._record_backward(args, slot)
-        except CaptureError as error:
-            if self.description.backward_dw is None:
-                return self._leave_plain(str(error).rstrip("."))
-            self.close()
-            raise
-        except BaseException:
-            self.close()
-            raise
+        except BaseException as error:
+            self.close()  # memory of the forward may have been handed over to what failed
+            if not isinstance(error, CaptureError) or d.backward_dw is not None:
+                raise
+            d.records_backward = False
+            d.tell(_PLAINLY.format(str(error).rstrip(".")))
+            return None
 
     def _choose(self, args: list[Any], key: bytes) -> Recording | None:
         owner = self._owner
