@@ -1,10 +1,9 @@
 """From a graph to one callable: compiles each partition and joins them, or runs all of it without CUDA graphs and says so."""
 
 import contextlib
-import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -25,8 +24,9 @@ from cgpass.compile.facts.values import (
     num_ops,
 )
 from cgpass.compile.layouts import inputs_as_traced, laid_out_otherwise
-from cgpass.compile.passes import graph_passes, outline_passes
+from cgpass.compile.passes import graph_passes
 from cgpass.compile.passes.base import Pass, PassContext, run_passes
+from cgpass.compile.passes.outline import Outline
 from cgpass.compile.plan import build_plan, outputs_made, plan_as_dict, whole_plan
 from cgpass.errors import CaptureError
 from cgpass.options import Options
@@ -145,16 +145,16 @@ class GraphBuilder:
     def whole(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
         """A graph that is one captured partition."""
         num_outputs = len(graph_outputs(gm))
-        summaries = _part_summaries({"captured_0": gm}, {})
+        summaries = _summaries(gm, {"captured_0": gm})
         graph = self._add_summary(summaries)
         original, others = self._kept(gm), laid_out_otherwise(gm, example_inputs)
-        infos = tuple(
-            # the forward's copy of a parameter
-            dataclasses.replace(info, kind=InputKind.POOLED)
-            if info.kind is InputKind.STATIC and i in others
-            else info
-            for i, info in enumerate(self._infos(gm))
-        )
+        inputs = gm.graph.find_nodes(op="placeholder")
+        copies = {inputs[i].name for i in others}  # the forward's copies of parameters
+        kinds = {
+            name: InputKind.POOLED if kind is InputKind.STATIC and name in copies else kind
+            for name, kind in self.kinds.items()
+        }
+        infos = input_infos(gm, kinds, self.names)
         with self._told():
             fn = self.compiler.whole(gm, example_inputs)
         if not self.target.records:
@@ -162,8 +162,7 @@ class GraphBuilder:
         run = self._runner("captured_0", fn, infos, original, graph, others)
         made = outputs_made(original)
         plan = whole_plan(len(infos), num_outputs, run, "captured_0", self.visible, made)
-        self._trace_plan(plan, summaries)
-        return _tracked(Executor(plan, run.owner, self._in_profiles(["captured_0"])), graph)
+        return self._executor(plan, summaries, graph)
 
     def partitioned(
         self, gm: fx.GraphModule, context: PassContext, otherwise: Sequence[int] = ()
@@ -172,8 +171,13 @@ class GraphBuilder:
         as_traced = inputs_as_traced(gm, otherwise)
         if self.compiler.direction == "forward":
             torch_private.report_output_strides(output_strides(gm))
-        outlined, parts = _outline(gm, context, outline_passes())
-        summaries = _part_summaries(parts, _reasons_by_part(gm))
+        outlined = run_passes((Outline(),), gm, context).gm
+        parts = {
+            name: module
+            for name, module in outlined.named_children()
+            if isinstance(module, fx.GraphModule)
+        }
+        summaries = _summaries(gm, parts)
         graph = self._add_summary(summaries)
         runs: dict[str, Any] = {}
         for number, call in enumerate(outlined.graph.find_nodes(op="call_module"), 1):
@@ -181,15 +185,36 @@ class GraphBuilder:
             with self._told(f", partition {number} of {len(parts)}"):
                 runs[name] = self._compile_part(name, parts[name], graph)
         plan = build_plan(outlined, runs, self.visible)
-        owner = self.owner(self.target.device) if self.target.records else None
-        self._trace_plan(plan, summaries)
-        boxed = _tracked(Executor(plan, owner, self._in_profiles(parts)), graph)
+        boxed = self._executor(plan, summaries, graph)
         return torch_private.mark_boxed(as_traced(boxed)) if otherwise else boxed
+
+    def _executor(self, plan: Plan, parts: Sequence[PartitionSummary], graph: int) -> Boxed:
+        """A callable that telemetry, traces and profiles know of."""
+        direction, named = self.compiler.direction, {part.name: part for part in parts}
+        made = f"{direction}_plan"
+        tracing.add_json(made, lambda: plan_as_dict(plan, named), self.source.trace_id)
+        in_profiles = {name: self.source.of(f"cgpass: {direction} {name}") for name in named}
+        owner = self.owner(self.target.device) if self.target.records else None
+        executor = Executor(plan, owner, in_profiles)
+        runs = {
+            step.name: telemetry.PartitionRun(
+                step.run.stats, step.run.history.notes, step.run.reasons
+            )
+            for step in plan.steps
+            if isinstance(step.run, PartitionRunner)
+        }
+        telemetry.add_run(graph, telemetry.GraphRun(executor.tally, runs, weakref.ref(executor)))
+
+        def call(args: list[Any]) -> list[Any]:
+            return executor(args)
+
+        setattr(call, "executor", executor)  # noqa: B010  for whole training steps
+        return torch_private.mark_boxed(call)
 
     def _compile_part(self, name: str, gm: fx.GraphModule, graph: int) -> Any:
         if not name.startswith("captured"):
             return self._eager(gm)
-        infos = self._infos(gm)
+        infos = input_infos(gm, self.kinds, self.names)
         static = [i for i, info in enumerate(infos) if info.kind is InputKind.STATIC]
         original = self._kept(gm)
         fn = self.compiler.captured(gm, static)
@@ -203,29 +228,9 @@ class GraphBuilder:
             return self.compiler.captured(gm, ())
         return self.compiler.eager(gm)
 
-    def _context(self, stage: str) -> PassContext:
-        return PassContext(
-            device=self.target.device,
-            stage=stage,
-            direction=self.compiler.direction,
-            trace_id=self.source.trace_id,
-        )
-
     def _kept(self, gm: fx.GraphModule) -> fx.GraphModule:
         """`gm` as it is now: Inductor changes the graph that it compiles."""
         return copy_of(gm) if self.compiler.opaque and self.target.records else gm
-
-    def _infos(self, gm: fx.GraphModule) -> tuple[InputInfo, ...]:
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        kinds = [self.kinds.get(node.name, InputKind.COPIED) for node in placeholders]
-        return input_infos(
-            gm,
-            static=[i for i, kind in enumerate(kinds) if kind is InputKind.STATIC],
-            pooled=[
-                n.name for n, k in zip(placeholders, kinds, strict=True) if k is InputKind.POOLED
-            ],
-            names=self.names,
-        )
 
     def _runner(
         self,
@@ -287,68 +292,21 @@ class GraphBuilder:
         text = f"compiling {self.source.of(self.compiler.direction)}{which}"
         return progress.shown(text, self.options.progress)
 
-    def _in_profiles(self, parts: Iterable[str]) -> dict[str, str]:
-        """Return what profiles call partitions, by their names in a plan."""
-        return {name: self.source.of(f"cgpass: {self.compiler.direction} {name}") for name in parts}
 
-    def _trace_plan(self, plan: Plan, parts: Sequence[PartitionSummary]) -> None:
-        named = {part.name: part for part in parts}
-        name = f"{self.compiler.direction}_plan"
-        tracing.add_json(name, lambda: plan_as_dict(plan, named), self.source.trace_id)
-
-
-def _reasons_by_part(gm: fx.GraphModule) -> dict[str, list[Reason]]:
-    """Return why each eager partition of a tagged graph is not captured, by the partition's name."""
+def _summaries(
+    gm: fx.GraphModule, parts: Mapping[str, fx.GraphModule]
+) -> tuple[PartitionSummary, ...]:
+    """Return a summary for each part of a tagged graph."""
     reasons: dict[str, list[Reason]] = {}
     for node in gm.graph.nodes:
-        why = get_reason(node)
-        if why is not None:
+        if (why := get_reason(node)) is not None:
             reasons.setdefault(str(get_tag(node)), []).append(why)
-    return reasons
-
-
-def _part_summaries(
-    parts: Mapping[str, fx.GraphModule], reasons: Mapping[str, Sequence[Reason]]
-) -> tuple[PartitionSummary, ...]:
-    """Return a summary for each part."""
     return tuple(
         PartitionSummary(
-            name, name.startswith("captured"), num_ops(gm), tuple(reasons.get(name, ()))
+            name, name.startswith("captured"), num_ops(part), tuple(reasons.get(name, ()))
         )
-        for name, gm in parts.items()
+        for name, part in parts.items()
     )
-
-
-def _outline(
-    gm: fx.GraphModule, context: PassContext, passes: Sequence[Pass]
-) -> tuple[fx.GraphModule, dict[str, fx.GraphModule]]:
-    outlined = run_passes(passes, gm, context).gm
-    parts = {
-        name: module
-        for name, module in outlined.named_children()
-        if isinstance(module, fx.GraphModule)
-    }
-    return outlined, parts
-
-
-def _tracked(executor: Executor, graph: int) -> Boxed:
-    """A callable that telemetry knows of."""
-    parts = {
-        step.name: telemetry.PartitionRun(step.run.stats, step.run.history.notes, step.run.reasons)
-        for step in executor.plan.steps
-        if isinstance(step.run, PartitionRunner)
-    }
-    run = telemetry.GraphRun(executor.tally, parts, weakref.ref(executor))
-    telemetry.add_run(graph, run)
-    return _boxed(executor)
-
-
-def _boxed(executor: Executor) -> Boxed:
-    def call(args: list[Any]) -> list[Any]:
-        return executor(args)
-
-    setattr(call, "executor", executor)  # noqa: B010  for whole training steps
-    return torch_private.mark_boxed(call)
 
 
 def _counted(graph: int, fn: Boxed) -> Boxed:

@@ -3,7 +3,6 @@
 from cgpass.compile.passes.base import Pass
 from cgpass.compile.passes.join_collectives import JoinCollectives
 from cgpass.compile.passes.lift_cpu_scalars import LiftCpuScalars
-from cgpass.compile.passes.outline import Outline
 from cgpass.compile.passes.own_gradients import OwnGradients
 from cgpass.compile.passes.partition import Partition
 from cgpass.compile.passes.rng_pairs import FunctionalizeRng
@@ -30,9 +29,3 @@ def graph_passes(options: Options, *, collectives: bool = True) -> tuple[Pass, .
         # Then: only now it is known which waits lie elsewhere.
         JoinCollectives(),
     )
-
-
-def outline_passes() -> tuple[Pass, ...]:
-    """Return what a tagged graph of several partitions goes through."""
-    # On its own, since a graph that is one captured partition is compiled whole.
-    return (Outline(),)
