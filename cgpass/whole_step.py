@@ -35,9 +35,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cgpass import telemetry, torch_private
-from cgpass.backend import cgpass
+from cgpass.backend import cgpass, parse_options
 from cgpass.compile.facts.input_info import InputInfo, InputKind
-from cgpass.compile.option_names import parse_options
 from cgpass.compile.plan import Argument, Single, whole_plan
 from cgpass.compile.training import TrainingCall, here
 from cgpass.errors import InputError, OptionError
@@ -143,7 +142,7 @@ class TrainStep:
         self.raised: Counter[str] = Counter()
         """Calls that raised, by the exception."""
         self._name = f"train_step of {getattr(loss_fn, '__qualname__', type(loss_fn).__qualname__)}"
-        self._options = parse_options(options, None)
+        self._options = parse_options(options)
         self._update = update
         self._accumulate = accumulate
         self._due = 0

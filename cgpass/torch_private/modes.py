@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import sys
 import threading
@@ -235,24 +236,24 @@ def mode_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if mode is None else mode
 
 
-def is_plain_fake(tensor: torch.Tensor) -> bool:
-    """Tell if a tensor is fake itself, not a subclass or a transform's wrapper around a fake one."""
-    from torch._subclasses.fake_tensor import FakeTensor
+@contextlib.contextmanager
+def no_data_dependence() -> Iterator[None]:
+    """Have what is traced inside raise if it reads data or makes a size that depends on data.
 
-    return type(tensor) is FakeTensor
+    Source: torch/fx/experimental/symbolic_shapes.py `ShapeEnvSettings`, 2.11 to 2.15.
+    """
+    from torch._guards import TracingContext
 
-
-def sibling_fake_mode(tensor: torch.Tensor) -> Any:
-    """A fake mode with the settings of a fake tensor's and symbols of its own: nothing done in it leaves a guard."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    mode: Any = mode_of(tensor)
-    outer = mode.shape_env
-    shape_env = None
-    if outer is not None:
-        shape_env = ShapeEnv(
-            allow_scalar_outputs=outer.allow_scalar_outputs,
-            allow_dynamic_output_shape_ops=outer.allow_dynamic_output_shape_ops,
-        )
-    return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=mode.allow_non_fake_inputs)
+    context = TracingContext.try_get()
+    env: Any = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
+    if env is None:
+        yield
+        return
+    before = env.settings
+    env.settings = dataclasses.replace(
+        before, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False
+    )
+    try:
+        yield
+    finally:
+        env.settings = before

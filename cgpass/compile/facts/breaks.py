@@ -83,11 +83,9 @@ def graph_break_of(gm: fx.GraphModule) -> Reason | None:
     if str(found.reason) == _STEP:
         return _cut_short(stack[-1] if stack else None)
     newest = _newest()
-    if newest is not None and stack and _is_at(newest.line, stack[-1]):
+    if newest is not None and newest.line and stack and _place(newest.line) == _place(stack[-1]):
         newest.told = True
-    reason = _of_stack(str(found.reason), stack)
-    rest = _left_by_torch(stack)
-    return reason if rest is None else _leaves(reason, rest)
+    return _of_stack(str(found.reason), stack)
 
 
 def untold(
@@ -104,17 +102,16 @@ def untold(
     files = {place_of(place).rpartition(":")[0] for place in places}
     found: dict[Any, Reason] = {}
     for each in noted:
-        users = [frame for frame in each.stack if _is_users(frame)]
-        rest = _left_by_torch(each.stack)
-        mine = (
-            _INSTALLED.search(frame.filename) is None or os.path.basename(frame.filename) in files
-            for frame in users
-        )
-        if each.told or not each.stack or (rest is None and not any(mine)):
+        if each.told or not each.stack:
             continue
+        mine = any(
+            _is_users(frame)
+            and (not _INSTALLED.search(frame.filename) or os.path.basename(frame.filename) in files)
+            for frame in each.stack
+        )
         reason = _of_stack(each.text, each.stack)
-        reason = reason if rest is None else _leaves(reason, rest)
-        found.setdefault((place_of(reason.line), rest), reason)
+        if mine or reason.rest is not None:
+            found.setdefault((place_of(reason.line), reason.rest), reason)
     known |= {place for place, rest in found if rest is not None}
     return [
         reason for (place, rest), reason in found.items() if rest is not None or place not in known
@@ -162,12 +159,12 @@ def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
     if frame is not last:
         inside = f", in {_library_file(last.filename)}:{last.lineno}"
         is_call = "torch._dynamo.graph_break()" in text
-        return replace(
-            reason, detail=reason.detail + inside, fix=_LEAVE_IT if is_call else reason.fix
-        )
-    if len(users) > 1:
-        return replace(reason, detail=f"{reason.detail}, reached from {_place(users[0])}")
-    return reason
+        fix = _LEAVE_IT if is_call else reason.fix
+        reason = replace(reason, detail=reason.detail + inside, fix=fix)
+    elif len(users) > 1:
+        reason = replace(reason, detail=f"{reason.detail}, reached from {_place(users[0])}")
+    rest = _left_by_torch(stack)
+    return reason if rest is None else replace(reason, fix=f"{reason.fix}; {_LOOP}", rest=rest)
 
 
 def _is_users(frame: Any) -> bool:
@@ -185,10 +182,6 @@ def _library_file(filename: str) -> str:
     return filename.removeprefix(_PYTHON).replace(os.sep, "/")
 
 
-def _leaves(reason: Reason, rest: str) -> Reason:
-    return replace(reason, fix=f"{reason.fix}; {_LOOP}", rest=rest)
-
-
 def _left_by_torch(stack: Sequence[Any]) -> str | None:
     """Return which of torch's own modules lies between a graph's function and a break in what it called: it runs in eager.
 
@@ -203,10 +196,6 @@ def _left_by_torch(stack: Sequence[Any]) -> str | None:
                 return f"what {name} runs besides"
             return f"what {name} runs, called at {_place(caller)}"
     return None
-
-
-def _is_at(line: Any, frame: Any) -> bool:
-    return line is not None and (line.filename, line.lineno) == (frame.filename, frame.lineno)
 
 
 def _cut_short(frame: Any) -> Reason:
