@@ -164,7 +164,7 @@ def _record_all(schedule: Schedule, pairs: list[Pair]) -> None:
     for step in schedule.steps:
         pair, number = pairs[step.number], step.number
         if step.forward:
-            held[number] = pair.record_for_samples()
+            held[number] = pair.record_forward()
             continue
         results, saved, members = held.pop(number)
         if pair.graph.with_grad:

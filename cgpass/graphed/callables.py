@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cgpass import torch_private
+from cgpass.errors import CaptureError
 from cgpass.graphed.pair import Pair, in_place
 from cgpass.graphed.statics import Statics
 from cgpass.graphed.warmup import Pass, prepared
@@ -110,7 +111,7 @@ class GraphedFunction:
             return self._run_plainly(why, args, kwargs)
         with group.owner.lock:
             group.owner.driver.enter_call()
-            pair, members = self._pair(group.owner, tensors)
+            pair, members = self._pair(group.owner)
             why = "it was recorded again more often than max_rerecords, or parameters are computed"
             if pair is not None:
                 why = pair.why_not(tensors)
@@ -141,9 +142,7 @@ class GraphedFunction:
             )
         return None
 
-    def _pair(
-        self, owner: Owner, tensors: list[torch.Tensor]
-    ) -> tuple[Pair | None, list[torch.Tensor]]:
+    def _pair(self, owner: Owner) -> tuple[Pair | None, list[torch.Tensor]]:
         """The pair to be replayed, and parameters and buffers as they are."""
         statics = self._pass.statics
         try:
@@ -152,12 +151,12 @@ class GraphedFunction:
         except (KeyError, TypeError, AttributeError):  # one was removed
             return None, []
         pairs = self._pairs.get(key, [])
-        for is_ready in (owner.is_safe, owner.rescue):
-            for pair in pairs:
-                if pair.is_free() and is_ready(pair.forward):
-                    self._last = key
-                    return pair, pair.take(now)
-        pair = self._record_again(owner, key, tensors, held=bool(pairs))
+        pair = next((each for each in pairs if each.is_free()), None)
+        if pair is None:
+            pair = self._record_again(owner, key, held=bool(pairs))
+        elif not owner.is_safe(pair.forward):
+            owner.rescue(pair.forward)
+        self._last = key if pair is not None else self._last
         return pair, now if pair is None else pair.take(now)
 
     def _run_plainly(self, why: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -174,9 +173,7 @@ class GraphedFunction:
 
     # ---- recording again
 
-    def _record_again(
-        self, owner: Owner, key: Key, tensors: list[torch.Tensor], *, held: bool
-    ) -> Pair | None:
+    def _record_again(self, owner: Owner, key: Key, *, held: bool) -> Pair | None:
         """Record for parameters elsewhere, or beside what a pending call needs; None if that can't be."""
         d, old = self._pass, self._last
         if old is not None:
@@ -186,15 +183,23 @@ class GraphedFunction:
                 return None
             self._num_rerecords += 1
             d.stats.rerecordings += 1
-            why = "results of earlier calls are still referenced, or wait for their backward"
+            why = "tensors kept beside autograd wait for their backward"
             why = why if held else "parameters or buffers moved"
             log.info("%s records again (%d): %s", d.name, self._num_rerecords, why)
         pair = Pair(d, owner)
-        with in_place(key[0]) if d.hooks else contextlib.nullcontext():
-            with prepared(d, owner.driver.device):
+        owner.driver.prepare_thread()
+        hooked = in_place(key[0]) if d.hooks else contextlib.nullcontext()
+        try:
+            with hooked, prepared(d, owner.driver.device), torch.no_grad():
                 d.warm_up(owner.driver, pair.states, 1, pool=False)
-            pair.record_forward(tensors)
-            pair.after_forward()
+                pair.record()
+        except BaseException as error:
+            pair.close()
+            if old is None or not isinstance(error, CaptureError):
+                raise
+            d.tell(f"runs without a graph: {str(error).rstrip('.')}.")
+            self._num_rerecords = d.options.max_rerecords
+            return None
         self.add(pair)
         # Hooks may move parameters: where they had them, this call's own may never be.
         same = pair.statics is key[0] and pair.key == key[1] == fast.layouts(key[0].now())
