@@ -16,10 +16,6 @@ Note [A backward with explicit saved tensors]
     (`ctx.x = x`, weight gradients that are computed later). What they keep of the arguments is found here, and then the
     forward works on copies, which lie in the pool; what they keep there is found by who owns memory of the pool after a
     capture. A replay would overwrite it: such a recording serves one call at a time (`keeps_memory`).
-
-    C++ holds the graph, where Python's garbage collector does not look. What autograd functions and checkpoints keep of
-    Python's (`ctx.module`, the checkpointed function) leads to the callable, and from there to its recordings and the
-    graph: nobody would ever free any of it. So it is theirs only while the graph runs, and the `Differentiated`'s between.
 """
 
 import contextlib
@@ -33,16 +29,18 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
+from cgpass.errors import GraphedArgumentError
 from cgpass.recompute.checkpointed import Checkpoint
 from cgpass.runtime.changes import Mode
 from cgpass.runtime.writes import SaidToBeWritten, has_place
 
 if TYPE_CHECKING:
     from cgpass.graphed.binding import Binding
-    from cgpass.graphed.statics import Statics
+    from cgpass.graphed.modules import Statics
+
 
 _REENTRANT = "CheckpointFunctionBackward"
-"""Nodes whose backward needs a pass that accumulates everywhere: torch's and our own."""
+"""Nodes of torch's checkpoints that are no hooks of saved tensors."""
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:
@@ -57,6 +55,7 @@ class Differentiated:
     def __init__(self, d: Any, *, warms_up: bool = False) -> None:
         """Describe a run of `d`, a `Pass`. See Note [A backward with explicit saved tensors]."""
         self._run = d.run
+        self._name = d.name
         self._binding: Binding = d.binding
         self.statics: Statics = d.statics
         self._with_grad = d.with_grad
@@ -72,9 +71,7 @@ class Differentiated:
         self._uses: list[int] = []
         self._edges: list[Any] = []
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """Of functions and checkpoints in the graph: their dictionaries, and what is in them while the graph runs."""
-        self._attributes_of_forward = self._attributes
-        """The same after the forward, for each backward: one may let go of what it read (`ctx.x = None`)."""
+        """Of autograd functions in the graph, and as the forward left them: a backward may let go of what it read."""
         self.result: Any = None
         """Results of the callable, until `separate`."""
         self.with_grad: list[int] = []
@@ -83,7 +80,6 @@ class Differentiated:
         """Parameters and buffers that the graph saved as they are."""
         self.reached: set[int] = set()
         """Of `leaves`, those that the graph leads to, with a gradient or without one."""
-        self.reentrant = False
         self.keeps_inputs = False
         """True if something keeps arguments that does not tell."""
         self.keeps_memory = False
@@ -136,9 +132,8 @@ class Differentiated:
         """Take what the graph saved out of it, and forget the result; returns what it saved."""
         numbers = {id(t): k for k, t in enumerate(self.stand_ins)}
         is_opaque, found = False, []
-        holders: dict[int, dict[str, Any]] = {}
         places: set[int] = set()
-        for node, each in self._saved_tensors(holders):
+        for node, each in self._saved_tensors():
             is_opaque |= type(node).__name__ == "CppFunction"
             tensor = None if each is None else torch_private.saved_tensor(each)
             if id(tensor) in numbers:
@@ -162,33 +157,22 @@ class Differentiated:
         found.clear()
         each = None
         self.keeps_inputs = is_opaque or _are_kept(self._inputs, saved)
-        self._take_attributes((holder, {}) for holder in holders.values())
-        self._attributes_of_forward = self._attributes
         return saved
 
     def place(self, members: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> None:
-        """Have the stand-ins lie on memory, and modules and graph hold what a run finds there."""
+        """Have the stand-ins lie on memory, and modules hold what a run finds there."""
         for stand_in, place in zip(self.stand_ins, members, strict=True):
             stand_in.data = place.detach()
-        for holder, values in self._attributes:
-            holder.update(values)
         self.statics.put(held)
 
     def unplace(self, held: Sequence[torch.Tensor]) -> None:
         """Undo `place`, modules holding what they held; may be done twice."""
         self.statics.put(held)
-        self._take_attributes(self._attributes)
         for stand_in in self.stand_ins:
             stand_in.data = stand_in.new_empty(0)
 
-    def _take_attributes(self, known: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-        """Take all that dictionaries hold; where they hold nothing any more it is what is known of them."""
-        self._attributes = [(holder, dict(holder) or values) for holder, values in known]
-        for holder, _ in self._attributes:
-            holder.clear()
-
-    def _saved_tensors(self, holders: dict[int, dict[str, Any]]) -> Iterator[tuple[Any, Any]]:
-        """Nodes with what they saved, also to recompute from; fills `holders` with attributes that nodes keep."""
+    def _saved_tensors(self) -> Iterator[tuple[Any, Any]]:
+        """Nodes with what they saved, also to recompute from."""
         known = {id(t): i for i, t in enumerate(self.leaves)}
         seen: set[Any] = set()
         open_ = [edge.node for edge in self._edges]
@@ -203,24 +187,26 @@ class Differentiated:
                     self.reached.add(known[id(variable)])
                 else:
                     self.strangers.append(variable)
-            self.reentrant |= node.name() == _REENTRANT
             if isinstance(node, torch.autograd.function.FunctionCtx):
-                holders[id(node)] = vars(node)
+                self._attributes.append((vars(node), dict(vars(node))))
             open_ += [following for following, _ in node.next_functions]
             yield node, None
             saved = list(torch_private.saved_on(node))
-            if all(torch_private.unpack_hook(each) is None for each in saved):
+            hooks = [torch_private.unpack_hook(each) for each in saved]
+            if not any(hooks):
                 torch_private.check_versions(node)
-            while saved:
-                each = saved.pop()
-                hook = torch_private.unpack_hook(each)
+            modules = {getattr(hook, "__module__", None) for hook in hooks}
+            if "torch.utils.checkpoint" in modules or node.name() == _REENTRANT:
+                raise GraphedArgumentError(
+                    f"make_graphed_callables: {self._name} has a torch.utils.checkpoint in it, which can't recompute in a "
+                    "graph. Use cgpass.checkpoint, which can."
+                )
+            for each, hook in zip(saved, hooks, strict=True):
+                checkpoint = getattr(hook, "__self__", None)
                 if hook is None:
                     yield node, each
-                    continue
-                checkpoint = _checkpoint_of(hook)
-                if checkpoint is not None and id(checkpoint) not in holders:
-                    holders[id(checkpoint)] = vars(checkpoint)
-                    saved += _saved_to_recompute(checkpoint)
+                elif isinstance(checkpoint, Checkpoint) and checkpoint.keeper not in seen:
+                    open_.append(checkpoint.keeper)
 
     def _unpack(self, slot: Any) -> torch.Tensor:
         if isinstance(slot, torch.Tensor):
@@ -251,7 +237,8 @@ class Differentiated:
 
         The lists are emptied.
         """
-        self._attributes = self._attributes_of_forward
+        for attributes, values in self._attributes:
+            attributes.update(values)
         self._saved, self._left = list(saved), list(self._uses)
         known = [*saved, *grads, *members]
         taken = {t.untyped_storage().data_ptr() for t in known if has_place(t)}
@@ -263,23 +250,16 @@ class Differentiated:
         off = torch.autocast(self._binding.device.type, enabled=False)
         try:
             with _Placed(self, members), off:
-                found = self._gradients(given, leaves)
+                found = (
+                    torch.autograd.grad(
+                        self._edges, leaves, given, retain_graph=True, allow_unused=True
+                    )
+                    if leaves
+                    else ()
+                )
         finally:
             self._saved = []
         return _apart(found, taken)
-
-    def _gradients(self, given: list[Any], leaves: list[torch.Tensor]) -> Sequence[Any]:
-        if not leaves:
-            return ()
-        if not self.reentrant:
-            return torch.autograd.grad(
-                self._edges, leaves, given, retain_graph=True, allow_unused=True
-            )
-        torch.autograd.backward(self._edges, given, retain_graph=True)
-        found = [leaf.grad for leaf in leaves]
-        for leaf in self.leaves:
-            leaf.grad = None
-        return found
 
     def weight_grads(
         self, make: Callable[[], Any], members: Sequence[torch.Tensor]
@@ -389,20 +369,6 @@ def _holders(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
         [sys.getrefcount(tensor) for tensor in tensors],
         [count(tensor.untyped_storage()._cdata) for tensor in tensors],
     )
-
-
-def _checkpoint_of(hook: Any) -> Any:
-    """The checkpoint without reentrancy, ours or torch's, that a hook is one of; None if of none."""
-    checkpoint = getattr(hook, "__self__", None)
-    if isinstance(checkpoint, Checkpoint):
-        return checkpoint
-    return torch_private.checkpoint_frame(hook)
-
-
-def _saved_to_recompute(checkpoint: Any) -> list[Any]:
-    if isinstance(checkpoint, Checkpoint):
-        return list(torch_private.saved_on(checkpoint.keeper))
-    return torch_private.saved_on_frame(checkpoint)
 
 
 def _apart(grads: Iterable[torch.Tensor | None], taken: set[int]) -> list[torch.Tensor | None]:

@@ -24,7 +24,7 @@ from cgpass import torch_private
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.errors import GraphedBackwardError, StaticInputMovedError
 from cgpass.graphed.differentiated import Differentiated
-from cgpass.graphed.statics import Statics
+from cgpass.graphed.modules import Statics
 from cgpass.graphed.warmup import Pass, blamed, no_autocast_cache
 from cgpass.options import current_defaults
 from cgpass.recompute.states import CheckpointStates

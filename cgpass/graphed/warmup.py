@@ -17,12 +17,10 @@ from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
 from cgpass.errors import CaptureError, CGPassError, GraphedArgumentError
-from cgpass.graphed.binding import Binding
+from cgpass.graphed.binding import Binding, OutputStructure, equal
 from cgpass.graphed.differentiated import Differentiated
-from cgpass.graphed.hooks import HookSet
-from cgpass.graphed.options import GraphedOptions
-from cgpass.graphed.statics import Statics
-from cgpass.graphed.values import OutputStructure, equal
+from cgpass.graphed.modules import Statics
+from cgpass.graphed.options import GraphedOptions, HookSet
 from cgpass.recompute.states import CheckpointStates
 from cgpass.runtime.driver import GraphDriver, is_capture_error
 from cgpass.runtime.failures import random_state_kept
@@ -57,8 +55,6 @@ class Pass:
     """Of the last run's result."""
     used: set[int] = field(default_factory=set)
     """Arguments and, after them, parameters that got a gradient in a warm-up."""
-    split_off: set[int] = field(default_factory=set)
-    """Parameters that `backward_dw` makes gradients for."""
     keeps_inputs: bool = False
     """See `Differentiated.keeps_inputs`."""
     asks_again: bool = False
@@ -78,7 +74,6 @@ class Pass:
         run = driver.warm_up if pool else lambda fn, args: fn(args)
         number, self._objects, self.structure = 0, None, None
         self.used.clear()
-        self.split_off.clear()
         while number < iterations:
             number += 1
             self._warm_up_once(run, states)
@@ -87,7 +82,6 @@ class Pass:
             if not self.statics.unchanged():  # by a first call
                 self.use_statics(self.find_statics())
                 iterations = max(iterations, 2)
-        self._refuse_unused()
 
     def tell(self, what: str) -> None:
         """Log once what makes calls slower than they could be."""
@@ -99,7 +93,6 @@ class Pass:
         """Have other ones from now on: what is known by position is forgotten."""
         self.statics = statics
         self.used.clear()
-        self.split_off.clear()
 
     def _warm_up_once(self, run: Callable[..., Any], states: CheckpointStates) -> None:
         samples = [sample.detach().clone() for sample in self.binding.samples]
@@ -146,7 +139,7 @@ class Pass:
         self.used.update(i for i, grad in zip(wanted, grads, strict=True) if grad is not None)
         del grads
         if self.backward_dw is not None:
-            self.split_off.update(graph.weight_grads(self.backward_dw, members))
+            graph.weight_grads(self.backward_dw, members)
         self.hooks.run("backward", self.hooked)
 
     # ---- results
@@ -190,21 +183,6 @@ class Pass:
                     "an attribute of its modules. Name the module that has it, as in make_graphed_callables(fn, "
                     "sample_args, modules=(model,)), and read it there, or pass it as an argument"
                 )
-
-    def _refuse_unused(self) -> None:
-        if self.options.allow_unused_input or not self.used:
-            return
-        num, statics = len(self.binding.samples), self.statics
-        needed = [i for i, wanted in enumerate(self.binding.requires_grad) if wanted]
-        if statics.required:
-            needed += [num + k for k, t in enumerate(statics.distinct()) if t.requires_grad]
-        split_off = {num + k for k in self.split_off}
-        unused = [i for i in needed if i not in self.used | split_off]
-        if unused:
-            raise self._refusal(
-                f"gives no gradient to {', '.join(map(self._name_of, unused))}. Have them not require grad, or set "
-                "GraphedOptions(allow_unused_input=True)"
-            )
 
 
 # ---- what is around warm-ups and captures

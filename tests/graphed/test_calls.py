@@ -63,20 +63,6 @@ def test_what_is_handed_out_keeps_its_values_over_many_calls(setting):
         same(found, expected)
 
 
-def test_static_gradients_on_request(setting):
-    module, plain = twins(setting, net())
-    x = setting.randn(4, 8, grad=True)
-    graphed = setting.graphed(module, (x,), own_grads=False)
-    pointers = set()
-    for _ in range(3):
-        check(setting, graphed, plain, x, 1)
-        same_grads(module, plain)
-        pointers.add(next(module.parameters()).grad.data_ptr())
-        clear_grads(module, plain)
-    assert len(pointers) == 1
-    assert graphed.graphed.stats.rescues == 0
-
-
 def test_keyword_arguments_in_any_order(setting):
     def fn(x, *, scale, shift=None):
         return x * scale if shift is None else x * scale + shift

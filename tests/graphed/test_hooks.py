@@ -104,14 +104,17 @@ def test_a_hook_that_returns_something_is_an_error(setting, name):
 @pytest.mark.parametrize(
     ("hooks", "message"),
     [
-        ({"capture_time_hooks": [None, None]}, "has 2 entries for 1 callables"),
-        ({"capture_time_hooks": []}, "has 0 entries for 1 callables"),
-        ({"capture_time_hooks": {"forward": print}}, "must be a sequence with one entry per"),
-        ({"capture_time_hooks": [{"fowrard": print}]}, "unknown hook 'fowrard'; known: pre_forw"),
+        (
+            {"capture_time_hooks": [None, None]},
+            r"one entry for each of the 1 callables, .*None\]\.",
+        ),
+        ({"capture_time_hooks": []}, "must be a list with one entry for each of the 1 callables"),
+        ({"capture_time_hooks": {"forward": print}}, "must be a list with one entry"),
+        ({"capture_time_hooks": [{"fowrard": print}]}, "unknown hook 'fowrard'; give .* pre_forw"),
         ({"capture_time_hooks": [{"forward": 3}]}, r"\['forward'\] must be a function, got"),
-        ({"capture_time_hooks": [[print]]}, "must be a dict of hook names and functions or None"),
-        ({"warmup_hooks": {"pre": print}}, "unknown hook 'pre'; known: pre_warmup, post_warmup"),
-        ({"warmup_hooks": [None]}, "warmup_hooks must be a dict of hook names and functions or"),
+        ({"capture_time_hooks": [[print]]}, r"capture_time_hooks\[0\] is \[.*\]; give functions"),
+        ({"warmup_hooks": {"pre": print}}, "unknown hook 'pre'; give .* pre_warmup, post_warmup"),
+        ({"warmup_hooks": [None]}, r"warmup_hooks is \[None\]; give functions in a dict"),
     ],
 )
 def test_hooks_that_can_not_be(setting, hooks, message):
