@@ -219,7 +219,7 @@ class Pair:
         assert slot is not None
         layout, finds_writes = self._layout_of(kinds), what == "forward"
         recorder = Recorder(
-            fn, layout, owner, opaque=False, finds_writes=finds_writes, stats=d.stats
+            fn, layout, owner, False, finds_writes, d.stats, shares_inputs=not d.keeps_inputs
         )
         label = f"recording {what} of {d.name}, graphed by hand"
         with progress.shown(label, current_defaults().progress), blamed(d.name, what):
@@ -239,10 +239,11 @@ class Pair:
 
     def is_free(self) -> bool:
         """Tell whether no call needs what only the pool has."""
-        if self.closed or not (self.graph.keeps_memory or self._weight_grads):
+        graph = self.graph
+        if not (graph.keeps_inputs or graph.keeps_memory or self._weight_grads):
             return not self.closed
         call = None if self._call is None else self._call()
-        return call is None or call.pair is None
+        return not self.closed and (call is None or call.pair is None)
 
     def why_not(self, tensors: Sequence[torch.Tensor]) -> str | None:
         """Why a replay can't take these arguments."""
