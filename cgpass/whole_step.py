@@ -55,6 +55,10 @@ _NEW_STATE: Final = "the optimizer has other groups, parameters or state tensors
 _NEW_NUMBER: Final = "{} has a new value; each new value costs one call, but for learning rates"
 _FOREIGN: Final = "something else than the optimizer's parameters gets gradients; freeze, detach or give it to an optimizer of the step"
 _IN_TURN: Final = "not all of it can be captured, see cgpass.explain(loss_fn, batch); the optimizer's step is a graph of its own"
+_ON_THE_HOST: Final = (
+    "it reads a tensor on the CPU, or a Python number that has changed, which becomes one; keep it as a tensor on the device; "
+    "the optimizer's step is a graph of its own"
+)
 _ITS_LINE: Final = "cgpass.explain(loss_fn, batch) names the line"
 _TOO_OFTEN: Final = "it was compiled torch._dynamo.config.recompile_limit times; keep what changes the same, or make it a tensor"
 _BY_VALUE = (int, float, bool, str, type(None))
@@ -208,7 +212,7 @@ class TrainStep:
         if call.whole is not None and call.whole.is_one:
             self.whole_calls += 1
         elif self._options.driver != "none":
-            self._note(call.why or (_FIRST if call.whole is None else _IN_TURN))
+            self._note(call.why or (_FIRST if call.whole is None else call.whole.why_in_turn))
         return (loss.detach(), *more) if more else loss.detach()
 
     def flush(self) -> bool:
@@ -643,6 +647,9 @@ class _Whole:
         part = _runners(forward.executor)[0]
         self.is_one = all(fn.executor.plan.is_one_partition for fn in (forward, backward))
         """True if one graph can hold all of it."""
+        on_host = any(isinstance(each, torch.Tensor) and each.device.type == "cpu" for each in args)
+        captures_host = part.owner.driver.device.type == "cpu"
+        self.why_in_turn = _ON_THE_HOST if on_host and not captures_host else _IN_TURN
         self._leaves = [args[n] for n in self._positions]
         self._update = update
         self._looks = -1
