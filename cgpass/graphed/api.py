@@ -1,7 +1,6 @@
 """`cgpass.make_graphed_callables`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +10,7 @@ from cgpass.errors import DriverUnavailableError, GraphedArgumentError
 from cgpass.graphed.binding import Binding
 from cgpass.graphed.callables import GraphedFunction
 from cgpass.graphed.modules import Target
-from cgpass.graphed.options import WARM_UP, GraphedOptions, HookSet, capture_time_hooks
+from cgpass.graphed.options import GraphedOptions, Hooks, run_hook
 from cgpass.graphed.pair import Pair
 from cgpass.graphed.schedule import Schedule, schedule_of
 from cgpass.graphed.warmup import Pass, prepared
@@ -21,7 +20,6 @@ from cgpass.runtime.changes import mend, open_modes
 from cgpass.runtime.driver import CUDADriver
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
-from cgpass.telemetry import new_call_stats
 
 if TYPE_CHECKING:
     from cgpass.runtime.driver import GraphDriver
@@ -86,8 +84,13 @@ def make_graphed_callables(
     if not fns:
         return ()
     schedule = schedule_of((1, -1) if given.order is None else given.order, len(fns), len(args))
-    capture_hooks = capture_time_hooks(given.capture_time_hooks, len(fns))
-    around_warmups = HookSet(given.warmup_hooks, WARM_UP, "warmup_hooks")
+    hooks = given.capture_time_hooks
+    hooks = [None] * len(fns) if hooks is None else hooks
+    if len(hooks) != len(fns):
+        raise GraphedArgumentError(
+            f"make_graphed_callables: capture_time_hooks has {len(hooks)} entries for {len(fns)} callables. Give one each, "
+            "None where there is nothing to run."
+        )
     named: list[Any] = [()] * len(fns)
     if not several or not _is_tuple(modules) or modules:
         form = "a tuple of the modules that a function uses, as in modules=(model,)"
@@ -97,27 +100,19 @@ def make_graphed_callables(
         Target(fn, named[i], i if several else None, copied=by_module) for i, fn in enumerate(fns)
     ]
     device = _device((args, kwargs), targets)
-    statics = [target.statics(device) for target in targets]
     passes = [
         Pass(
-            name=targets[i].name,
-            run=targets[i].run,
-            hooked=fns[i],
-            binding=Binding(targets[i].name, tuple(args[number]), kwargs[number], device),
-            statics=statics[i],
-            find_statics=partial(targets[i].statics, device),
-            hooks=capture_hooks[i],
-            options=given,
-            stats=new_call_stats(targets[i].name),
-            with_grad=torch.is_grad_enabled(),
-            backward_dw=targets[i].backward_dw,
+            targets[i],
+            Binding(targets[i].name, tuple(args[number]), kwargs[number], device),
+            hooks[i],
+            given,
         )
         for number, i in enumerate(schedule.callables)
     ]
     owner = _owner(given, device)  # after all that may refuse
     functions = [GraphedFunction(each, owner) for each in passes]
     if owner is not None:
-        _record(owner, schedule, functions, around_warmups)
+        _record(owner, schedule, functions, given.warmup_hooks)
     results: list[Any] = list(functions)
     for number, i in enumerate(schedule.callables):
         if by_module and targets[i].is_module:
@@ -129,7 +124,7 @@ def _record(
     owner: Owner,
     schedule: Schedule,
     functions: list[GraphedFunction],
-    around_warmups: HookSet,
+    around_warmups: Hooks | None,
 ) -> None:
     """Warm every forward up, with its backward, and record all, with what is held meanwhile as in a training step.
 
@@ -142,11 +137,11 @@ def _record(
     try:
         with prepared(passes[0], owner.driver.device), owner.lock, torch.no_grad():
             pairs = [Pair(d, owner, None if d.backward_dw else 0) for d in passes]
-            around_warmups.run("pre_warmup")
+            run_hook(around_warmups, "pre_warmup")
             for number in [number for is_forward, number in schedule.steps if is_forward]:
                 d, states = passes[number], pairs[number].states
                 d.warm_up(owner.driver, states, d.options.num_warmup_iters, pool=True)
-            around_warmups.run("post_warmup")
+            run_hook(around_warmups, "post_warmup")
             for is_forward, number in schedule.steps:
                 if is_forward:
                     held[number] = pairs[number].record_forward()

@@ -115,7 +115,7 @@ class GraphedFunction:
         if torch.is_grad_enabled() and not self.description.with_grad:
             return "it was recorded under torch.no_grad()"
         if not self._pairs:
-            self.description.use_statics(self.description.find_statics())
+            self.description.find_statics()
         elif not statics.unchanged():
             return (
                 f"{statics.changes()} changed since it was recorded (reset() has it recorded again)"

@@ -54,6 +54,8 @@ class Target:
         self.is_module = isinstance(fn, torch.nn.Module)
         own = type(fn).__name__ if self.is_module else _name_of(fn)
         self.name = own if index is None else f"callable {index} ({own})"
+        self.given = fn
+        """What the user gave."""
         self.modules = list(modules)
         self.run: Callable[..., Any] = getattr(fn, "ungraphed", fn)
         """The callable without a graph."""

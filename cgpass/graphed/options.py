@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from cgpass.errors import GraphedArgumentError, HookError, OptionError
+from cgpass.errors import HookError, OptionError
 from cgpass.recompute.tracker import RNGStatesTracker
 
 Hooks: TypeAlias = Mapping[str, Callable[..., None]]
@@ -72,19 +72,29 @@ class GraphedOptions:
         """
         if isinstance(options, GraphedOptions):
             return options
-        if not isinstance(options, Mapping | None):
-            raise OptionError(
-                f"make_graphed_callables: options must be a GraphedOptions or a dict, got {type(options).__name__}."
-            )
         known = [field.name for field in dataclasses.fields(cls)]
-        if unknown := [name for name in options or {} if name not in known]:
+        given = {} if options is None else options
+        if not isinstance(given, Mapping) or not given.keys() <= {*known}:
             raise OptionError(
-                f"make_graphed_callables: unknown option {unknown[0]!r}; known: {', '.join(known)}."
+                f"make_graphed_callables: options must be a GraphedOptions or a dict with some of the names "
+                f"{', '.join(known)}, got {options!r}."
             )
-        return cls(**(options or {}))
+        return cls(**given)
 
 
+CAPTURE_TIME = ("pre_forward", "forward", "pre_backward", "backward")
+WARM_UP = ("pre_warmup", "post_warmup")
 _DRIVERS = ("auto", "cuda", "simulated", "none")
+
+
+def _are_hooks(names: Sequence[str], value: Any) -> bool:
+    if value is None:
+        return True
+    return (
+        isinstance(value, Mapping) and {*value} <= {*names} and all(map(callable, value.values()))
+    )
+
+
 _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "driver": (lambda value: value in _DRIVERS, f"one of {', '.join(map(repr, _DRIVERS))}"),
     "num_warmup_iters": (lambda value: type(value) is int and value > 0, "an int >= 1"),
@@ -93,68 +103,31 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, RNGStatesTracker | None),
         "a cgpass.RNGStatesTracker or None",
     ),
+    "capture_time_hooks": (
+        lambda value: (
+            value is None
+            or (isinstance(value, list | tuple) and all(_are_hooks(CAPTURE_TIME, v) for v in value))
+        ),
+        f"a list of None or functions in a dict with some of the names {', '.join(CAPTURE_TIME)}",
+    ),
+    "warmup_hooks": (
+        lambda value: _are_hooks(WARM_UP, value),
+        f"functions in a dict with some of the names {', '.join(WARM_UP)}",
+    ),
 }
 """Checks of each option: a test, and how a message calls it."""
 
 
-# ---- hooks
-
-CAPTURE_TIME = ("pre_forward", "forward", "pre_backward", "backward")
-WARM_UP = ("pre_warmup", "post_warmup")
-
-
-class HookSet:
-    """The functions that one callable has for each moment."""
-
-    def __init__(self, hooks: object, names: Sequence[str], where: str) -> None:
-        """Check what a user gave: `names` are the moments that there are, `where` is for messages.
-
-        Raises:
-            GraphedArgumentError: No mapping, an unknown name, or something that can't be called.
-        """
-        self._where = where
-        self._functions: dict[str, Any] = dict(hooks) if isinstance(hooks, Mapping) else {}
-        unknown = self._functions.keys() - names
-        if not isinstance(hooks, Mapping | None) or unknown:
-            got = f"has an unknown hook {unknown.pop()!r}" if unknown else f"is {hooks!r}"
-            raise GraphedArgumentError(
-                f"make_graphed_callables: {where} {got}; give functions in a dict with the names {', '.join(names)}, or None."
-            )
-        for name, function in self._functions.items():
-            if not callable(function):
-                raise GraphedArgumentError(
-                    f"make_graphed_callables: {where}[{name!r}] must be a function, got {type(function).__name__}."
-                )
-
-    def __bool__(self) -> bool:
-        """Tell whether there are any."""
-        return bool(self._functions)
-
-    def run(self, name: str, *args: Any) -> None:
-        """Call the function of one moment.
-
-        Raises:
-            HookError: It returned something.
-        """
-        function = self._functions.get(name)
-        result = None if function is None else function(*args)
-        if result is not None:
-            raise HookError(
-                f"make_graphed_callables: {self._where}[{name!r}] returned a {type(result).__name__}. Hooks can't replace "
-                "arguments or results: have it return None."
-            )
-
-
-def capture_time_hooks(hooks: Any, num_callables: int) -> list[HookSet]:
-    """One set per callable.
+def run_hook(hooks: Hooks | None, name: str, *args: Any) -> None:
+    """Call the function of one moment.
 
     Raises:
-        GraphedArgumentError: Another number of entries than callables, or as for `HookSet`.
+        HookError: It returned something.
     """
-    hooks = [None] * num_callables if hooks is None else hooks
-    if not isinstance(hooks, list | tuple) or len(hooks) != num_callables:
-        raise GraphedArgumentError(
-            f"make_graphed_callables: capture_time_hooks must be a list with one entry for each of the {num_callables} "
-            f"callables, None where there is nothing to run, got {hooks!r}."
+    function = (hooks or {}).get(name)
+    result = None if function is None else function(*args)
+    if result is not None:
+        raise HookError(
+            f"make_graphed_callables: the hook {name!r} returned a {type(result).__name__}. Hooks can't replace arguments or "
+            "results: have it return None."
         )
-    return [HookSet(each, CAPTURE_TIME, f"capture_time_hooks[{i}]") for i, each in enumerate(hooks)]

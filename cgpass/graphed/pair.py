@@ -103,7 +103,7 @@ class Pair:
         d, owner, device = self.description, self._owner, self._owner.driver.device
         samples = d.binding.samples
         arguments, num_inputs = d.binding.call(samples), len(samples)
-        d.hooks.run("pre_forward", d.hooked, *arguments)
+        d.run_hook("pre_forward", *arguments)
         if self._slot is None:
             self._slot = owner.new_slot()
         self.statics, self.graph = d.statics, Differentiated(d)
@@ -137,13 +137,17 @@ class Pair:
         results, saved = outputs[: len(layouts)], outputs[len(layouts) :]
         self._sort(samples, members, saved)
         shown = [_no_memory(shape, dtype, device) for shape, _, dtype in layouts]
-        d.hooks.run("forward", d.hooked, *arguments, self.structure.build(shown))
+        d.run_hook("forward", *arguments, self.structure.build(shown))
         return results, saved, members
 
     def _sort(self, inputs: Sequence[Any], members: Sequence[Any], saved: Sequence[Any]) -> None:
         """Tell what calls have to do, by what was recorded."""
-        d, forward, graph, num_inputs = self.description, self.forward, self.graph, len(inputs)
-        first = len(self._layouts)
+        forward, graph, num_inputs, first = (
+            self.forward,
+            self.graph,
+            len(inputs),
+            len(self._layouts),
+        )
         self.key, self._num_saved = fast.layouts(self.statics.now()), len(saved)
         self._written = [i for i in sorted(forward.written) if i < num_inputs]
         self._counted = [k for k in range(len(members)) if num_inputs + k in graph.written]
@@ -159,10 +163,8 @@ class Pair:
         kinds = [InputKind.POOLED if i in own else InputKind.STATIC for i in range(len(saved))]
         kinds += [InputKind.STATIC] * len(members) + [InputKind.COPIED] * len(graph.with_grad)
         self._layout = self._layout_of(kinds)
-        leaves = graph.leaves
-        used = graph.reached.union(i for i in d.used if leaves[i].requires_grad)
-        self._wanted = tuple(sorted(used))
-        self._edges = tuple(range(len(used)))
+        self._wanted = tuple(sorted(graph.reached))
+        self._edges = tuple(range(len(self._wanted)))
         self._take_wanted, self._take_read = fast.taker(self._wanted), fast.taker(tuple(graph.read))
         self._wanted_inputs = [i for i in self._wanted if i < num_inputs]
         self._wants_always = any(i >= num_inputs for i in self._wanted)
@@ -175,7 +177,7 @@ class Pair:
         Gradients are taken laid out as results are.
         """
         d = self.description
-        d.hooks.run("pre_backward", d.hooked)
+        d.run_hook("pre_backward")
         grads = [self._gradient(n) for n in self.graph.with_grad]
         args = [*saved, *members, *grads, *self._generators]
         saved.clear()
@@ -184,7 +186,7 @@ class Pair:
         self._backward = backward = self._record(self._run_graph, args, kinds, "backward")
         if d.backward_dw is not None:
             self._record_weight_grads(d.backward_dw)
-        d.hooks.run("backward", d.hooked)
+        d.run_hook("backward")
         return backward.memory.aliases()
 
     def _gradient(self, result: int) -> torch.Tensor:

@@ -65,7 +65,7 @@ def test_a_written_argument_that_shares_memory(setting, shift, caplog):
     )
     same(found, expected)
     assert graphed.stats.plain_calls == 1
-    assert "argument 0, which it writes, shares memory with something else" in caplog.text
+    assert "args[0], which it writes, shares memory with something else" in caplog.text
     same(graphed(zeros()[:3], zeros()[:3]), zeros()[:3])
     assert graphed.stats.plain_calls == 1
 

@@ -158,7 +158,7 @@ def test_arguments_that_can_not_be(setting):
         with pytest.raises(cgpass.errors.GraphedArgumentError, match=message):
             setting.graphed(*args)
     elsewhere = torch.zeros(3, device="meta")
-    with pytest.raises(cgpass.errors.InputError, match="argument 1 lies on meta, the recording on"):
+    with pytest.raises(cgpass.errors.InputError, match=r"args\[1\] lies on meta, the recording on"):
         setting.graphed(lambda x, y: x, (x, elsewhere))
     assert setting.graphed((), ()) == ()
 
@@ -169,8 +169,11 @@ def test_arguments_that_can_not_be(setting):
         ({"num_warmup_iters": 0}, "'num_warmup_iters' must be an int >= 1, got 0"),
         ({"driver": "no"}, "must be one of 'auto', 'cuda', 'simulated', 'none', got 'no'"),
         ({"rng_tracker": {}}, "'rng_tracker' must be a cgpass.RNGStatesTracker or None"),
-        ({"num_warmup_iter": 3}, "unknown option 'num_warmup_iter'; known: num_warmup_iters, po"),
-        (3, "options must be a GraphedOptions or a dict, got int"),
+        (
+            {"num_warmup_iter": 3},
+            "with some of the names num_warmup_iters, pool, .* got {'num_warmu",
+        ),
+        (3, "options must be a GraphedOptions or a dict .* got 3"),
     ],
 )
 def test_options_that_can_not_be(options, message):
