@@ -146,11 +146,10 @@ def _record(
                 if is_forward:
                     held[number] = pairs[number].record_forward()
                     continue
-                results, saved, members = held.pop(number)
                 if pairs[number].graph.with_grad:
-                    found = grads[-1] = pairs[number].record_backward(saved, members)
+                    found = grads[-1] = pairs[number].record_backward(*held[number])
                     grads.setdefault(schedule.callables[number], found)
-                del results
+                del held[number]
             for function, pair in zip(functions, pairs, strict=True):
                 function.add(pair)
     except BaseException:

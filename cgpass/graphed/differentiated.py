@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from cgpass.graphed.binding import Binding
     from cgpass.graphed.modules import Statics
 
+_MANY = 1 << 40
+"""How often code in Python may ask for what it saved."""
 _REENTRANT = "CheckpointFunctionBackward"
 """Nodes of torch's checkpoints that are no hooks of saved tensors."""
 
@@ -52,8 +54,6 @@ class Differentiated:
         self._statics: Statics = d.statics
         self._with_grad = d.with_grad
         self._warms_up = warms_up
-        self._keeps_saved = warms_up or d.asks_again
-        """True if saved tensors outlive their last known use."""
         self._stand_ins = [_like(t, t.new_empty(0), t.requires_grad) for t in d.statics.distinct()]
         self._inputs: list[torch.Tensor] = []
         self._saved: list[torch.Tensor | None] = []
@@ -76,8 +76,6 @@ class Differentiated:
         """True if something keeps memory of the pool that does not tell."""
         self.strangers: list[torch.Tensor] = []
         """Leaves that are neither arguments nor parameters."""
-        self.asks_again = False
-        """True if the backward asked for a saved tensor more often than it was saved."""
         self.written: set[int] = set()
         """Inputs and, after them, parameters and buffers that the forward wrote."""
 
@@ -129,7 +127,7 @@ class Differentiated:
             if id(tensor) in numbers:
                 self.read.add(numbers[id(tensor)])
             elif self._can_be_taken(tensor):
-                found.append(each)
+                found.append((each, isinstance(node, torch.autograd.function.FunctionCtx)))
                 places.add(tensor.untyped_storage()._cdata)
         tensor = node = self.result = None
         inputs = [t for t in self._inputs if t.untyped_storage()._cdata in places]
@@ -137,7 +135,8 @@ class Differentiated:
             {t.untyped_storage()._cdata: t.detach().clone().untyped_storage() for t in inputs}
         )
         with torch.no_grad(), torch_private.without_modes():  # which would see numbers as such
-            for each in found:
+            for each, is_python in found:
+                packing.num_uses = _MANY if is_python else 1
                 each.register_hooks(packing.pack, _unpack_of(self))
         saved, packing.saved, packing.copies = packing.saved, [], {}  # the graph holds its hooks
         self._uses = packing.uses
@@ -204,8 +203,7 @@ class Differentiated:
         tensor = self._saved[slot]
         assert tensor is not None
         self._left[slot] -= 1
-        self.asks_again |= self._left[slot] < 0
-        if not self._left[slot] and not self._keeps_saved:  # its memory is for what follows
+        if not self._left[slot]:  # its memory is for what follows
             self._saved[slot] = None
         return tensor
 
@@ -306,6 +304,8 @@ class _Packing:
     def __init__(self, copies: dict[int, torch.UntypedStorage]) -> None:
         self.saved: list[torch.Tensor] = []
         self.uses: list[int] = []
+        self.num_uses = 1
+        """How often what is taken next is asked for."""
         self.copies = copies
         """What is saved instead of the storages of arguments."""
         self._slots: dict[Any, int] = {}
@@ -319,7 +319,7 @@ class _Packing:
         key = storage, tensor.storage_offset(), *layout_of(tensor)
         slot = self._slots.setdefault(key, len(self.saved))
         if slot < len(self.saved):
-            self.uses[slot] += 1
+            self.uses[slot] += self.num_uses
             return slot
         kept = tensor.detach()
         if not tensor.numel():
@@ -327,7 +327,7 @@ class _Packing:
         elif storage in self.copies:
             kept = torch_private.on_storage(self.copies[storage], kept)
         self.saved.append(kept)
-        self.uses.append(1)
+        self.uses.append(self.num_uses)
         return slot
 
 

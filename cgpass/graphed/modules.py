@@ -2,7 +2,6 @@
 
 import copyreg
 import re
-import types
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -97,10 +96,8 @@ class Target:
         plain = object.__new__(kind)
         vars(plain).update(vars(module))
         vars(plain).update((n, OrderedDict()) for n in vars(module) if _HOOKS.fullmatch(n))
-        own = vars(plain).pop("forward", None)
-        is_bound = isinstance(own, types.MethodType) and own.__self__ is module
-        self._own_forward = lambda of: types.MethodType(own.__func__, of) if is_bound else own
-        self.run = self._own_forward(plain) or plain.forward
+        self._own_forward = vars(plain).pop("forward", None)
+        self.run = self._own_forward or plain.forward
         vars(plain).pop("forward", None)  # TorchScript's is put there when it is looked up
         return plain
 
@@ -126,19 +123,18 @@ class Target:
 
         What knows of graphs is in its class, and not among the attributes, which copies and pickles have.
         """
-        kind, own_for = type(self.plain), self._own_forward
+        kind, own = type(self.plain), self._own_forward
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(self, made) and not torch_private.is_exporting():
                 return function(*args, **kwargs)
-            own = own_for(self)
             return kind.forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
 
         def alone(self: Any) -> Any:
             plain: Any = object.__new__(kind)
             vars(plain).update(vars(self))
-            if own_for(plain) is not None:
-                vars(plain).setdefault("forward", own_for(plain))
+            if own is not None:
+                vars(plain).setdefault("forward", own)
             return plain
 
         setattr(forward, "ungraphed", self.run)  # noqa: B010

@@ -94,13 +94,13 @@ class Pair:
 
     def record(self) -> None:
         """Record the forward and its backward, if it has one."""
-        _, saved, members = self.record_forward()
+        held = self.record_forward()
         if self.graph.with_grad:
-            self.record_backward(saved, members)
+            self.record_backward(*held)
 
     def record_forward(self) -> tuple[list[Any], list[Any], list[Any]]:
         """Record the forward; returns results, saved tensors and members of a call, which leaves all as it was."""
-        d, owner, device = self.description, self._owner, self._owner.driver.device
+        d, owner = self.description, self._owner
         samples = d.binding.samples
         arguments, num_inputs = d.binding.call(samples), len(samples)
         d.run_hook("pre_forward", *arguments)
@@ -109,7 +109,6 @@ class Pair:
         self.statics, self.graph = d.statics, Differentiated(d)
         self._generators = list(self.states.generators)
         members, graph = d.statics.distinct(), self.graph
-        layouts: list[tuple[Any, ...]] = []
 
         def fn(given: list[Any]) -> list[Any]:
             values, own = given[:num_inputs], given[num_inputs:][: len(members)]
@@ -117,7 +116,7 @@ class Pair:
             with no_autocast_cache(), self.states:
                 outputs = graph.forward(values, own)
             d.note_result(graph.result)
-            layouts[:] = map(_layout, outputs)
+            self._num_results = len(outputs)
             return [*outputs, *(graph.separate() if graph.with_grad else [])]
 
         owner.begin_recording(self._slot)
@@ -126,7 +125,7 @@ class Pair:
         args = [*samples, *members, *self._generators]
         self.forward = forward = self._record(fn, args, kinds, "forward")
         assert d.structure is not None
-        self.structure, self._layouts = d.structure, layouts
+        self.structure = d.structure
         kept = owner.driver.live_blocks(self._slot).keys() - before.keys()
         graph.keeps_memory = bool(kept.difference(forward.memory.addresses()))
         written = [(args[i].data, args[i].data.clone()) for i in sorted(forward.written)]
@@ -134,20 +133,15 @@ class Pair:
         owner.note_handed_out(forward)
         for place, value in written:
             place.copy_(value)
-        results, saved = outputs[: len(layouts)], outputs[len(layouts) :]
+        results, saved = outputs[: self._num_results], outputs[self._num_results :]
         self._sort(samples, members, saved)
-        shown = [_no_memory(shape, dtype, device) for shape, _, dtype in layouts]
-        d.run_hook("forward", *arguments, self.structure.build(shown))
+        d.run_hook("forward", *arguments, self.structure.build(results))
         return results, saved, members
 
     def _sort(self, inputs: Sequence[Any], members: Sequence[Any], saved: Sequence[Any]) -> None:
         """Tell what calls have to do, by what was recorded."""
-        forward, graph, num_inputs, first = (
-            self.forward,
-            self.graph,
-            len(inputs),
-            len(self._layouts),
-        )
+        forward, graph, num_inputs = self.forward, self.graph, len(inputs)
+        first = self._num_results
         self.key, self._num_saved = fast.layouts(self.statics.now()), len(saved)
         self._written = [i for i in sorted(forward.written) if i < num_inputs]
         self._counted = [k for k in range(len(members)) if num_inputs + k in graph.written]
@@ -171,14 +165,16 @@ class Pair:
         self.take = fast.taker(self.statics.firsts())
         """Takes each parameter and buffer once."""
 
-    def record_backward(self, saved: list[Any], members: Sequence[Any]) -> list[torch.Tensor]:
+    def record_backward(
+        self, results: Sequence[Any], saved: list[Any], members: Sequence[Any]
+    ) -> list[torch.Tensor]:
         """Record the backward for saved tensors where they lie; returns tensors where its gradients will lie.
 
         Gradients are taken laid out as results are.
         """
         d = self.description
         d.run_hook("pre_backward")
-        grads = [self._gradient(n) for n in self.graph.with_grad]
+        grads = [_gradient_of(results[n]) for n in self.graph.with_grad]
         args = [*saved, *members, *grads, *self._generators]
         saved.clear()
         self._key = self._layout.static_key(args)
@@ -188,12 +184,6 @@ class Pair:
             self._record_weight_grads(d.backward_dw)
         d.run_hook("backward")
         return backward.memory.aliases()
-
-    def _gradient(self, result: int) -> torch.Tensor:
-        """Zeros laid out as a gradient of a result."""
-        shape, strides, dtype = self._layouts[result]
-        device = self._owner.driver.device
-        return torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
 
     def _record_weight_grads(self, make: Callable[[], Any]) -> None:
         members, graph = self.statics.distinct(), self.graph
@@ -273,7 +263,7 @@ class Pair:
         self._owner.note_handed_out(forward)
         for k in self._counted:
             torch.autograd.graph.increment_version(members[k])
-        results, saved = outputs[: len(self._layouts)], outputs[len(self._layouts) :]
+        results, saved = outputs[: self._num_results], outputs[self._num_results :]
         wants = self._wants_always or any(tensors[i].requires_grad for i in self._wanted_inputs)
         if not with_grad or not wants or not graph.with_grad:
             return results
@@ -383,18 +373,13 @@ class Pair:
         self._backward = self._weight_grads = None
 
 
-def _layout(output: torch.Tensor) -> tuple[Any, ...]:
-    """Shape, strides of a gradient (the output's, unless elements of that share memory), dtype."""
-    strides = output.stride()
-    if overlaps_itself(output):
-        strides = torch.empty(output.shape, device="meta").stride()
-    return output.shape, strides, output.dtype
-
-
-def _no_memory(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros in place of a result. Some dtypes have no zeros of their own."""
-    zeros = torch.zeros(dtype.itemsize, dtype=torch.uint8, device=device)
-    return zeros.view(dtype)[0].expand(shape)
+def _gradient_of(result: torch.Tensor) -> torch.Tensor:
+    """Zeros laid out as a result, unless elements of that share memory."""
+    strides = result.stride()
+    if overlaps_itself(result):
+        strides = torch.empty(result.shape, device="meta").stride()
+    like = torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
+    return like.zero_()
 
 
 def _copy_to(place: torch.Tensor, value: torch.Tensor) -> None:

@@ -47,8 +47,6 @@ class Pass:
         """Of the last run's result."""
         self.keeps_inputs = False
         """See `Differentiated.keeps_inputs`."""
-        self.asks_again = False
-        """See `Differentiated.asks_again`."""
         self.due: deque[Any] = deque()
         """Calls whose backward ran, but not yet what was split off, oldest first."""
         self.told: set[str] = set()
@@ -132,7 +130,6 @@ class Pass:
                 raise self._refusal(
                     f"gives {self._name_of(i)} a gradient of layout {grad.layout}. Have it make dense ones"
                 )
-        self.asks_again |= graph.asks_again
         if self.backward_dw is not None:
             graph.weight_grads(self.backward_dw, members)
         self.run_hook("backward")
