@@ -64,28 +64,6 @@ def no_outer_saved_tensors_hooks() -> Iterator[None]:
             autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
-def checkpoint_frame(hook: Any) -> Any:
-    """Return what torch's checkpoint without reentrancy keeps until the backward, where a hook is one of its; else None.
-
-    Source: torch/utils/checkpoint.py `_checkpoint_hook`, `_CheckpointFrame`, 2.11 to 2.15.
-    """
-    if getattr(hook, "__module__", None) != "torch.utils.checkpoint":
-        return None
-    cells = zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
-    return next((cell.cell_contents for name, cell in cells if name == "frame"), None)
-
-
-def saved_on_frame(frame: Any) -> list[Any]:
-    """Return what such a frame keeps of its arguments, as of `saved_on`.
-
-    Source: torch/utils/checkpoint.py: `input_saver` in 2.11, `saved_args` since 2.13.
-    """
-    saver = getattr(frame, "input_saver", None)
-    if saver is not None:
-        return list(saved_on(saver.grad_fn))
-    return [arg for arg in getattr(frame, "saved_args", ()) if hasattr(arg, "register_hooks")]
-
-
 def check_versions(node: Any) -> None:
     """Raise as a backward would if something that a node saved was changed in place since.
 
