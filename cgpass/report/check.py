@@ -61,9 +61,7 @@ def verdict(report: Facts, least: float) -> tuple[bool, str]:
 def outside(report: Facts) -> tuple[list[str], list[str]]:
     """Return what ran without graphs by design, and what was to be captured and ran without one all the same."""
     plain: list[str] = []
-    fell_back = [
-        f"{each.left}; {each.detail} [{each.code}]; {each.fix}" for each in report.left_to_eager
-    ]
+    fell_back = [str(each) for each in report.left_to_eager]
     for graph in report.graphs:
         if graph.skip is not None:
             plain.append(f"{graph.name} ({many(graph.num_ops, 'operator')}): {graph.skip}")

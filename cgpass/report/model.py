@@ -32,8 +32,6 @@ class PartitionReport(PartitionSummary):
     """The growth of its `cgpass.counters()`."""
     recordings: tuple[RecordingNote, ...] = ()
     """The newest of those that were made, oldest first."""
-    live_recordings: int = 0
-    """Recordings that it has now."""
     copied_inputs: tuple[CopiedInput, ...] = ()
     """Of its newest recording, largest first."""
     static_inputs: int = 0

@@ -162,12 +162,13 @@ def findings(report: Facts) -> list[Reason]:
 
 def _found(report: Facts) -> Iterator[tuple[float, Reason]]:
     """Each thing that costs time, and operators that ran without a graph for it; endless for what is not counted."""
-    for reason in report.left_to_eager:
-        because = f"because of {reason.line}: " if reason.line else ""
-        where = f"{reason.rest or 'a function without a line of its own'} runs in eager"
-        yield math.inf, replace(reason, line=where, detail=f"{because}{reason.detail}")
-    for reason in report.graph_breaks:
-        yield math.inf, reason
+    for reason in (*report.left_to_eager, *report.graph_breaks):
+        detail = f"{'noted before this report: ' if reason.is_earlier else ''}{reason.detail}"
+        where = reason.line
+        if reason.rest is not None:
+            where = f"{reason.rest} runs in eager"
+            detail = f"because of {reason.line}: {detail}" if reason.line else detail
+        yield math.inf, replace(reason, line=where, detail=detail)
     for reason in report.recompilations:
         yield 0, reason
     for graph in report.graphs:

@@ -91,23 +91,13 @@ class Reason:
         """True if it runs outside of graphs because cgpass chose so, not because it can't be captured."""
         return self.code in CHOSEN
 
-    @property
-    def ending(self) -> str:
-        """Of a graph break, that a function ends there."""
-        place = f" at {self.line}" if self.line else ""
-        left = f"; {self.rest} is left to eager" if self.rest else ""
-        return f"ends at a graph break{place}: {self.detail}{left}"
-
-    @property
-    def left(self) -> str:
-        """Of a function that was left to eager, which one and because of which line."""
-        because = f", because of {self.line}" if self.line else ""
-        return f"left to eager: {self.rest or 'a function without a line of its own'}{because}"
-
     def __str__(self) -> str:
         """One line for messages and reports."""
         place = f" at {self.line}" if self.line else ""
         about = f"{self.op}{place}: " if self.op or place else ""
+        if self.rest:
+            because = f", because of {self.line}" if self.line else ""
+            about = f"left to eager: {self.rest}{because}: "
         more = f" (and {self.count - 1} more)" if self.count > 1 else ""
         return f"{about.lstrip()}{self.detail} [{self.code}]; {self.fix}{more}"
 

@@ -29,7 +29,6 @@ def sample(text="", **changes):
         replays=26,
         counts={"calls": 30, "replays": 26, "recordings": 2, "rescues": 2, "warmups": 1},
         recordings=(first, RecordingNote("moved", moved, 3 << 20, 1, 7.25)),
-        live_recordings=2,
         copied_inputs=(
             CopiedInput(name=f"x{text}", num_bytes=3 << 20, line=f"model.py:40 in forward{text}"),
             CopiedInput(name="mask", num_bytes=100),

@@ -167,9 +167,10 @@ def test_graph_breaks_are_named_and_not_counted(counted_alone):
     assert "100% of the 16 operators" in text
     at = f"graph breaks at 1 line (test_check.py:{line}): what runs there, outside of compiled functions, is not among"
     assert at in " ".join(text.split())
-    first, broken, second, _ = cgpass.summary().splitlines()
+    first, second, broken, _ = cgpass.summary().splitlines()
     assert first.startswith("inference of test_check.py:")
-    assert broken.startswith(f"  ends at a graph break at test_check.py:{line} in fn: torch._dyn")
+    assert broken.startswith(f"at test_check.py:{line} in fn: torch._dynamo.graph_break()")
+    assert "graph break: torch._dynamo.graph_break() is called [graph_break]; remove it" in broken
     assert second.startswith("inference of test_check.py:")
 
 

@@ -71,7 +71,6 @@ def test_a_block_reports_what_ran_inside_and_nothing_else():
     ]
     for part in report.partitions:
         assert (part.calls, part.replays, part.recordings) == (3, 3, ())
-        assert part.live_recordings == 1
         assert part.output_bytes > 0
     forward = report.partitions[0]
     assert [(each.name, each.num_bytes) for each in forward.copied_inputs] == [("x", 128)]
@@ -248,7 +247,8 @@ def test_calls_are_compared_and_those_without_graphs_not_counted():
     with cgpass.expect(plain_calls=0, graphs=0):
         ms = watch.compared(lambda: compiled(X).sum().backward(), owners)
     assert min(ms) > 0
-    assert [run.parts["captured_0"].reasons for (run,) in mine] == [(), ()]
+    parts = [run.parts["captured_0"] for (run,) in mine]
+    assert not any(part.reasons.told(dataclasses.asdict(part.stats)) for part in parts)
     with cgpass.expect(plain_calls=0, replays=1):
         compiled(X)
 
