@@ -1,10 +1,9 @@
 """Reads in torch's own notes what `torch.compile` left to eager, and which graph breaks were met."""
 
-import contextlib
 import linecache
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -13,8 +12,6 @@ from cgpass.compile.facts.breaks import given_up, place_of, untold
 from cgpass.compile.facts.lines import function_name
 from cgpass.telemetry.reason import OTHER_FIXES, OTHER_OPTIONS, Reason
 
-_NOTED: Final = 4096
-"""Compilations of a process that are looked through; torch keeps less."""
 _AT_LIMIT: Final = "recompile limit exceeded"
 _LIMIT: Final = re.compile(r"exceeding the (\w+) .*currently set to (\d+)")
 _VERSION: Final = re.compile(r"^\[?\d+/\d+\]?: ")
@@ -28,26 +25,6 @@ _WRAPPER: Final = os.path.join("torch", "_dynamo", "external_utils.py")
 
 Function = tuple[Any, ...]
 """File, first line and name; of a function that is not known, what torch numbers it."""
-
-
-@contextlib.contextmanager
-def noted() -> Iterator[list[Any]]:
-    """Have torch note more compilations, from the first graph on if Dynamo is not loaded yet; gives what it noted."""
-    before: list[int] = []
-
-    def more(*_: object) -> None:
-        if not before:
-            limit = torch_private.note_compilations(_NOTED)
-            before.extend([] if limit is None else [limit])
-
-    end = telemetry.listen(more)
-    more()
-    try:
-        yield torch_private.compilations()
-    finally:
-        end()
-        if before:
-            torch_private.note_compilations(before[0])
 
 
 def graph_breaks(

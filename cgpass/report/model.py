@@ -47,7 +47,6 @@ class GraphReport(GraphSummary):
     """A forward, backward or inference graph, and what it did."""
 
     partitions: tuple[PartitionReport, ...]
-    number: int
     calls: int = 0
 
     @property

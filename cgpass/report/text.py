@@ -15,7 +15,7 @@ WIDTH: Final = 100
 _LISTED: Final = 12
 """Findings that the text lists."""
 _SHOWN: Final = 6
-"""Recordings of a partition that are all listed."""
+"""Recordings of a partition that are listed, the newest."""
 _NAME: Final = 24
 """Width of the names of partitions; longer ones have a line of their own."""
 COLUMNS: Final = (
@@ -117,7 +117,7 @@ def _headline(report: Facts) -> str:
 
 
 def facts(report: Facts) -> Iterator[str]:
-    """Return what stands below the headline."""
+    """Lines below the headline."""
     if report.ms is not None and report.plain_ms is not None:
         ratio = report.plain_ms / report.ms
         yield (
@@ -132,10 +132,6 @@ def facts(report: Facts) -> Iterator[str]:
         )
     if report.settled is False:
         yield "it did not settle: calls went on recording or compiling"
-    if report.left_to_eager:
-        yield "what is left to eager is not among the operators, but your functions that it calls are"
-    elif report.graph_breaks:
-        yield "what runs at graph breaks, outside of compiled functions, is not among the operators"
 
 
 # ---- what costs most
@@ -232,18 +228,7 @@ def text(report: Facts) -> str:
     lines = [*wrapped(headline(report)), *wrapped(", ".join(about))]
     for each in facts(report):
         lines += wrapped(each)
-    found = findings(report)
-    if found:
-        lines += ["", "What costs most:"]
-        for number, each in enumerate(found[:_LISTED], 1):
-            times = f" ({each.count} times)" if each.count > 1 else ""
-            lines += wrapped(f"{number}. {each.line}{times}", 2, 3)
-            lines += wrapped(what(each), 5)
-            lines += wrapped(f"Do: {each.fix}", 5) if each.fix else []
-        if len(found) > _LISTED:
-            lines += wrapped(
-                f"and {len(found) - _LISTED} more; report.save('report.json') keeps all", 2
-            )
+    lines += costs(report)
     for place, graphs in by_function(report.graphs):
         lines += ["", *wrapped(place)]
         for graph in graphs:
@@ -255,25 +240,40 @@ def text(report: Facts) -> str:
     return "\n".join(lines)
 
 
+def costs(report: Facts) -> list[str]:
+    """Lines on what costs most: place, cause and remedy of each; none where nothing does."""
+    if not (found := findings(report)):
+        return []
+    lines = ["", "What costs most:"]
+    for number, each in enumerate(found[:_LISTED], 1):
+        times = f" ({each.count} times)" if each.count > 1 else ""
+        lines += wrapped(f"{number}. {each.line}{times}", 2, 3)
+        lines += wrapped(what(each), 5)
+        lines += wrapped(f"Do: {each.fix}", 5) if each.fix else []
+    if len(found) > _LISTED:
+        lines += wrapped(
+            f"and {len(found) - _LISTED} more; report.save('report.json') keeps all", 2
+        )
+    return lines + [row for each in uncounted(report) for row in wrapped(each, 2)]
+
+
+def uncounted(report: Facts) -> Iterator[str]:
+    """Say what is not among the operators, if anything."""
+    if report.left_to_eager:
+        yield "what is left to eager is not among the operators, but your functions that it calls are"
+    elif report.graph_breaks:
+        yield "what runs at graph breaks, outside of compiled functions, is not among the operators"
+
+
 def by_function(graphs: Iterable[GraphReport]) -> list[tuple[str, list[GraphReport]]]:
     """Graphs by the function that they belong to, and where that begins; compilations that are alike are one."""
-    found: dict[object, list[GraphReport]] = {}
+    functions: dict[int | None, list[GraphReport]] = {}
     for graph in graphs:
-        key = ("graph", graph.number) if graph.function is None else graph.function
-        found.setdefault(key, []).append(graph)
-    alike: list[list[list[GraphReport]]] = []
-    for each in found.values():
-        for others in alike:
-            if _bare(each) == _bare(others[0]):
-                others.append(each)
-                break
-        else:
-            alike.append([each])
-    return [(_place(each[0][0], len(each)), each[0]) for each in alike]
-
-
-def _bare(graphs: Iterable[GraphReport]) -> list[GraphReport]:
-    return [replace(graph, number=0, function=None) for graph in graphs]
+        functions.setdefault(graph.function, []).append(replace(graph, function=None))
+    alike: dict[str, list[list[GraphReport]]] = {}
+    for each in functions.values():
+        alike.setdefault(repr(each), []).append(each)
+    return [(_place(same[0][0], len(same)), same[0]) for same in alike.values()]
 
 
 def _place(graph: GraphReport, times: int) -> str:
@@ -325,9 +325,7 @@ def cells(part: PartitionReport) -> list[str]:
 
 
 def partition_facts(part: PartitionReport) -> Iterator[str]:
-    """Return where a captured partition's inputs and outputs lie, and why its recordings were made."""
-    if not part.captured:
-        return
+    """Say where a captured partition's inputs and outputs lie, and why its recordings were made."""
     found = []
     if part.copied_inputs:
         copied = [f"{each.name} ({size(each.num_bytes)})" for each in part.copied_inputs]
@@ -341,13 +339,12 @@ def partition_facts(part: PartitionReport) -> Iterator[str]:
     if found:
         yield "; ".join(found)
     made = part.counts.get("recordings", len(part.recordings))
-    numbered = [*enumerate(part.recordings, made - len(part.recordings) + 1)]
-    shown = numbered if len(numbered) <= _SHOWN else [*numbered[:3], *numbered[-2:]]
+    shown = [*enumerate(part.recordings, made - len(part.recordings) + 1)][-_SHOWN:]
     if made > 1 or any(each.cause != "first" for each in part.recordings):
         for number, each in shown:
             yield f"recording {number}{_took(each)}: {each.cause}: {each.detail}"
     if len(shown) < made:
-        yield f"{made - len(shown)} more recordings are not listed"
+        yield f"{made - len(shown)} earlier recordings are not listed"
 
 
 def _took(each: RecordingNote) -> str:

@@ -45,11 +45,9 @@ SIMULATED: Final = "cpu (simulated graphs: right in what they do, no measure of 
 def watched() -> Iterator[Report]:
     """A block that is reported; the report is filled when it ends, also by an error."""
     report = Report()
-    with contextlib.ExitStack() as stack:
-        notes = stack.enter_context(eager.noted())
-        breaks, before = {*torch_private.graph_breaks()}, telemetry.now()
-        clock = stack.enter_context(_Clock())
-        made = functools.partial(_report, before, breaks, notes, clock)
+    breaks, notes = {*torch_private.graph_breaks()}, torch_private.compilations()
+    with _Clock() as clock:
+        made = functools.partial(_report, telemetry.now(), breaks, notes, clock)
         report._so_far = lambda: replace(made(), unfinished=True)
         try:
             yield report
@@ -157,7 +155,7 @@ def _graph(
     )
     told: dict[str, Any] = {"partitions": parts, "why": counted(summary.why)}
     told["num_ops"] = summary.num_ops or sum(part.num_ops for part in parts)
-    return GraphReport(**vars(summary) | told, number=number, calls=calls)
+    return GraphReport(**vars(summary) | told, calls=calls)
 
 
 def _memory(runner: PartitionRunner) -> dict[str, Any]:

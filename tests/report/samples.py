@@ -46,7 +46,6 @@ def sample(text="", **changes):
         device_ms=0.25,
     )
     forward = GraphReport(
-        number=0,
         direction="forward",
         partitions=(captured, eager),
         num_ops=43,
@@ -56,7 +55,6 @@ def sample(text="", **changes):
         calls=30,
     )
     plain = GraphReport(
-        number=1,
         direction="backward",
         partitions=(),
         skip=f"it uses several devices: cuda:0, cuda:1{text}; use one",

@@ -97,7 +97,7 @@ def test_a_check_and_a_report_of_all_tell_the_same_share(simulated, counted_alon
     passes, text = check.verdict(report, 0.95)
     assert not passes
     assert "FAILED: 33.3% of the 108 operators that compiled functions ran after" in joined(text)
-    _, (line,) = check.outside(report)
+    (line,) = check.fell_back(report)
     assert "captured_0: 18 of 30 calls ran without a graph: as many shapes are recorded" in line
     assert line.endswith("[max_recordings]; pad inputs to a few sizes, or raise max_recordings")
 
