@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from cgpass.report.model import Facts
 from cgpass.report.text import milliseconds, share
 from cgpass.telemetry.reason import many
 
-SCHEMA: Final = 2
+SCHEMA: Final = 3
 """Version of the dictionaries that `Report.to_dict` gives."""
 
 
@@ -46,13 +45,14 @@ class Report(Facts):
                 "this is no report of cgpass: a dictionary with the key 'schema' was expected; save one with "
                 "cgpass.explain(...).save('report.json')"
             )
-        if data["schema"] != SCHEMA or isinstance(data["schema"], bool):
+        schema, fields = data["schema"], {name: data[name] for name in data if name != "schema"}
+        if schema != SCHEMA:
             raise ReportError(
-                f"the report has schema {data['schema']!r}, this version of cgpass reads schema {SCHEMA}: read it with "
-                f"the version that wrote it ({data.get('cgpass', 'unknown')}), or make it again"
+                f"the report has schema {schema!r}, this version of cgpass reads schema {SCHEMA}: read it with the "
+                f"version that wrote it ({data.get('cgpass', 'unknown')}), or make it again"
             )
         try:
-            return _decoded(cls, {k: v for k, v in data.items() if k != "schema"})
+            return _decoded(cls, fields)
         except (TypeError, AttributeError) as error:
             raise ReportError(f"the report is damaged: {error}") from error
 
@@ -64,13 +64,12 @@ class Report(Facts):
             ReportError: There is none.
         """
         try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ReportError(f"{path} can't be read: {error.strerror}") from error
         except ValueError as error:
-            if isinstance(error, ReportError):
-                raise
             raise ReportError(f"{path} is no JSON: {error}") from error
+        return cls.from_dict(data)
 
     def to_json(self) -> str:
         """JSON text of `to_dict`."""
@@ -83,16 +82,13 @@ class Report(Facts):
             path: Ends in .json for what `load` reads, in .html for a page to look at, in .txt for the text.
 
         Raises:
-            ReportError: Another ending, or the file can't be written; then it is as it was.
+            ReportError: Another ending, or the file can't be written.
         """
         path = Path(path)
         check_place(path)
-        said, part = WRITERS[path.suffix](self._now()), path.with_suffix(f".{os.getpid()}.part")
         try:
-            part.write_text(said, encoding="utf-8")
-            part.replace(path)
+            path.write_text(WRITERS[path.suffix](self._now()), encoding="utf-8")
         except OSError as error:
-            part.unlink(missing_ok=True)
             raise ReportError(f"{path} can't be written: {error.strerror}") from error
 
     def __str__(self) -> str:
@@ -146,9 +142,9 @@ def diff(old: Report, new: Report) -> str:
         if getattr(old, field_) != getattr(new, field_)
     ]
     before, after = _told(old), _told(new)
-    lines += [f"gone: {text}" for key, text in before.items() if key not in after]
-    lines += [f"new: {text}" for key, text in after.items() if key not in before]
-    return "\n".join(lines) or "nothing changed"
+    lines += [f"gone: {each}" for key, each in before.items() if key not in after]
+    lines += [f"new: {each}" for key, each in after.items() if key not in before]
+    return "\n".join(row for line in lines for row in text.wrapped(line)) or "nothing changed"
 
 
 def _recordings(counters: Mapping[str, int]) -> str:
@@ -170,5 +166,5 @@ _COMPARED: Final[Sequence[tuple[str, str, Callable[[Any], str]]]] = (
 
 
 def _told(report: Report) -> dict[tuple[str, str | None, str], str]:
-    """Return what runs outside of graphs, by what stays the same where lines move."""
+    """Texts of all reasons, by what stays the same where lines move."""
     return {(each.code, each.rest, each.op or each.detail): str(each) for each in report.reasons}
