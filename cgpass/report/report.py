@@ -14,7 +14,6 @@ from cgpass.errors import ReportError
 from cgpass.report import text
 from cgpass.report.model import Facts
 from cgpass.report.text import milliseconds, share
-from cgpass.telemetry.reason import many
 
 SCHEMA: Final = 3
 """Version of the dictionaries that `Report.to_dict` gives."""
@@ -99,7 +98,7 @@ def html(report: Facts) -> str:
     """The report as one page that needs nothing else, for browsers in light and in dark."""
     source = Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8")
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    return template.from_string(source).render(report=report, text=text, many=many)
+    return template.from_string(source).render(report=report, text=text)
 
 
 WRITERS: Final[dict[str, Callable[[Report], str]]] = {
