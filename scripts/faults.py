@@ -2,7 +2,7 @@
 
     python scripts/faults.py --every 20
     python scripts/faults.py --programs hooks,dropout --errors KeyboardInterrupt
-    python scripts/faults.py --kind captures       # errors at the operators of three models
+    python scripts/faults.py --kind captures       # errors at the operators of a model
     python scripts/faults.py --kind alarms         # signals, 2,000 over five programs
     python scripts/faults.py --every 10 --markdown docs/results/faults-cpu-torch2.14.md
 
@@ -38,10 +38,9 @@ SECONDS = 120
 """For one fault and the runs after it; then the process ends, with all stacks."""
 SHOWN = 5
 """Faults of a program that are printed."""
-MODELS = ("gpt", "convolutions", "attention")
 KINDS = {
-    "points": [name for name in PROGRAMS if name not in MODELS],
-    "captures": list(MODELS),
+    "points": [name for name in PROGRAMS if name != "gpt"],
+    "captures": ["gpt"],
     "alarms": ["held_now_and_then", "dropout", "train_step_adamw", "pending_calls", "host_sync"],
 }
 ALARMS = 480

@@ -171,17 +171,6 @@ def pending_calls(s: Session) -> None:
 
 
 @program
-def forgotten_forwards(s: Session) -> None:
-    module, call = s.compiled(mlp())
-    for n, x in enumerate(s.batches(3, 4, count=6)):
-        loss = loss_of(call(x))
-        s.hold(loss.detach())
-        if n % 2:
-            loss.backward()
-    s.note_gradients(module)
-
-
-@program
 def mutated_inputs(s: Session) -> None:
     def fn(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         state.mul_(0.5).add_(x.sum(0))
@@ -207,24 +196,6 @@ def moved_parameters(s: Session) -> None:
 
 
 @program
-def loaded_weights(s: Session) -> None:
-    module, call = s.compiled(mlp())
-    first = [p.data for p in module.parameters()]
-    try:
-        for n, x in enumerate(s.batches(3, 4, count=6)):
-            if n == 3:
-                for p in module.parameters():
-                    p.data = p.data * 2
-            loss = loss_of(call(x))
-            loss.backward()
-            s.note(loss)
-            s.note_gradients(module)
-    finally:
-        for p, data in zip(module.parameters(), first, strict=True):
-            p.data = data
-
-
-@program
 def retain_graph(s: Session) -> None:
     module, call = s.compiled(mlp())
     for x in s.batches(3, 4):
@@ -245,17 +216,6 @@ class ReadsValue(nn.Module):
         x = self.first(x)
         count = (x.detach() > 0).sum().item()
         return self.second(x * (count + 1))
-
-
-@program
-def views_of_inputs(s: Session) -> None:
-    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y = (x * 2).sin()
-        return x[1:], y, y[0], x.t(), torch.empty(0)
-
-    call = s.compile(fn)
-    for x in s.batches(3, 4):
-        s.hold(*call(x))
 
 
 @program
@@ -283,22 +243,6 @@ def reset_in_the_middle(s: Session) -> None:
 
 @program
 @torch.no_grad()
-def wrapper(s: Session) -> None:
-    (weight,) = s.batches(4, 4, count=1)
-
-    def fn(x: torch.Tensor, k: int) -> dict[str, torch.Tensor]:
-        y = (x @ weight).tanh()
-        return {"y": y, "part": y[:k], "x": x}
-
-    call = s.once(lambda: cgpass.CUDAGraphWrapper(fn, options=s.options))
-    for x in s.batches(3, 4) * 2:
-        found = call(x, 2)
-        s.hold(found["y"], found["x"])
-        s.note(found["part"])
-
-
-@program
-@torch.no_grad()
 def wrapper_writes(s: Session) -> None:
     def fn(x: torch.Tensor, state: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
         state.add_(x.sum(0))
@@ -320,18 +264,6 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return cgpass.checkpoint(self.body, x * 2)
-
-
-@program
-def regional(s: Session) -> None:
-    layers = s.module(lambda: nn.Sequential(*(mlp()() for _ in range(3))))
-    calls = [s.compile(layer) for layer in layers]
-    for x in s.batches(3, 4):
-        for call in calls:
-            x = call(x)
-        loss_of(x).backward()
-        s.note(x)
-        s.note_gradients(layers)
 
 
 @program
@@ -384,17 +316,6 @@ def graph(s: Session) -> tuple[nn.Module, Any, list[torch.Tensor]]:
 
 
 @program
-def graphed(s: Session) -> None:
-    module, call, inputs = graph(s)
-    for x in inputs:
-        out = call(x)
-        s.hold(out.detach())
-        loss_of(out).backward()
-        s.note(x.grad)
-        s.note_gradients(module)
-
-
-@program
 def graphed_pending(s: Session) -> None:
     module, call, inputs = graph(s)
     for a, b in zip(inputs[::2], inputs[1::2], strict=True):
@@ -435,20 +356,8 @@ class Tokens(nn.Module):
         return self.blocks(self.embedding(tokens)) @ self.embedding.weight.t()
 
 
-def convolutions() -> nn.Module:
-    def block(i: int, o: int) -> list[nn.Module]:
-        return [nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.ReLU()]
-
-    layers = [*block(3, 4), nn.MaxPool2d(2), *block(4, 4), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    return nn.Sequential(*layers, nn.Linear(4, 4))
-
-
 PROGRAMS |= {
     "gpt": lambda s: train(s, Tokens, s.batches(2, 6)),
-    "convolutions": lambda s: train(s, convolutions, s.batches(2, 3, 8, 8)),
-    "attention": lambda s: train(
-        s, lambda: nn.Sequential(Attention(), Attention()), s.batches(2, 6, 8)
-    ),
     "more_sizes_than_recordings": lambda s: train(
         s, mlp(), sizes(s, *(2, 3, 4) * 3), max_recordings=2
     ),
@@ -458,7 +367,6 @@ PROGRAMS |= {
     "checkpoint": lambda s: train(s, Checkpointed, s.batches(8, 4)),
     "paired_rng": lambda s: train(s, Checkpointed, s.batches(8, 4), rng="paired"),
     "owned_outputs": lambda s: hold_all(s, mlp(), outputs="owned"),
-    "host_sync_held": lambda s: hold_all(s, ReadsValue),
     "train_step_sgd": lambda s: step(s, torch.optim.SGD, {}, momentum=0.9),
     "train_step_adamw": lambda s: step(s, torch.optim.AdamW, {"max_norm": 1.0}),
     "train_step_pieces": lambda s: step(s, torch.optim.SGD, {"accumulate": 2}),
