@@ -41,16 +41,6 @@ NO_DISTANCE = 0.02
 """Losses of other kernels and other dropout masks may differ by this part."""
 
 
-def result(name: str) -> dict[str, Any]:
-    """Read a file that this script wrote."""
-    try:
-        data = json.loads(Path(name).read_text())
-        report.render(data)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise argparse.ArgumentTypeError(f"{name} holds no results: {error!r}") from error
-    return data
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     known = "\n".join(f"  {name:16} {what}" for name, what in arms.KNOWN.items())
@@ -72,7 +62,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="tiny models and few steps")
     add("--budget", type=float, default=520.0, help="seconds for everything (520)")
     add("--out", type=Path, help="file for the JSON")
-    add("--from", dest="source", type=result, metavar="JSON", help="measure nothing, read this")
     add("--tolerance", type=float, default=5.0, help="percent that may be lost (5)")
     args = parser.parse_args(argv)
     if args.quick:
@@ -232,8 +221,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             if bench.deadline - time.monotonic() < 20:
                 data["left_out"] = [f"{model}, {mode}" for mode, model in todo]
                 break
-            sizes = [len(jobs(args, *key)) for key in todo]
-            count = max(1, sum(sum(sizes[: n + 1]) <= room for n in range(len(sizes))))
+            count = max(1, room // len(jobs(args, *todo[0])))
             wave, todo = todo[:count], todo[count:]
             data["results"] += bench.measured(wave)
             about["seconds"] = round(time.monotonic() - bench.begun, 1)
@@ -250,7 +238,7 @@ def keep(path: Path | None, data: dict[str, Any]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Measure, write and compare; return 1 where cgpass failed, differs or got worse."""
     args = parse(argv)
-    data = args.source or run(args)
+    data = run(args)
     keep(args.out, data)
     print(report.render(data), flush=True)
     wrong = report.problems(data) + report.slower_than_baseline(data, args.tolerance)

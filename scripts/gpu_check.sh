@@ -94,7 +94,7 @@ run_part() {
       run_bench --models stack10 stack100 vit_small gpt2 --arms default reduce-overhead cgpass cgpass-step limit-step "$@" ;;
     graphed) run_bench --models layer --arms eager graphed torch-graphed --steps 50 --rounds 20 "$@" ;;
     recompute)
-      run_bench --models attentions attentions_nodrop blocks blocks_torch blocks_cgpass \
+      run_bench --models attentions blocks blocks_torch blocks_cgpass \
         --arms eager default reduce-overhead cgpass cgpass:rng=paired "$@" ;;
     start) run_bench --modes start --models gpt2 llama vit_small mixtral --arms default reduce-overhead cgpass "$@" ;;
     *) echo "unknown part: '$part'" >&2; usage >&2; return 2 ;;

@@ -224,11 +224,8 @@ def stack(layers: int) -> Callable[[bool], nn.Module]:
     )
 
 
-def attentions(dropout: float) -> Callable[[bool], nn.Module]:
-    def build(tiny: bool) -> nn.Module:
-        return SquareLoss([Attention(64, dropout) for _ in range(2 if tiny else 48)], checkpoint)
-
-    return build
+def attentions(tiny: bool) -> nn.Module:
+    return SquareLoss([Attention(64, 0.1) for _ in range(2 if tiny else 48)], checkpoint)
 
 
 def blocks(saving: str) -> Callable[[bool], nn.Module]:
@@ -272,13 +269,7 @@ SPECS: dict[str, ModelSpec] = REAL | {
     ),
     "attentions": ModelSpec(
         title="48 checkpointed attentions, dropout",
-        build=attentions(0.1),
-        batch=numbers(2, 64, 64),
-        **FP32,
-    ),
-    "attentions_nodrop": ModelSpec(
-        title="48 checkpointed attentions, no dropout",
-        build=attentions(0.0),
+        build=attentions,
         batch=numbers(2, 64, 64),
         **FP32,
     ),

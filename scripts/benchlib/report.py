@@ -60,9 +60,9 @@ def note(entry: Entry) -> str:
         said.append(f"**not compared**: {one_line(check['error'])}")
     elif differs(entry):
         said.append("**results differ**")
-        said += ["so do two runs without graphs"] * (check.get("plain_repeatable") is False)
     elif "equal" in check:
         said.append("bitwise equal" + " (deterministic)" * bool(check.get("deterministic")))
+    said += ["destroy_process_group never returned"] * (entry.get("process_group_ended") is False)
     return "; ".join(said)
 
 

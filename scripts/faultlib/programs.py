@@ -131,10 +131,6 @@ def hold_all(s: Session, make: Callable[[], nn.Module], **options: Any) -> None:
         s.hold(call(x))
 
 
-def sizes(s: Session, *rows: int) -> list[torch.Tensor]:
-    return [x for n in rows for x in s.batches(n, 4, count=1)]
-
-
 @program
 @torch.no_grad()
 def held_now_and_then(s: Session) -> None:
@@ -145,18 +141,6 @@ def held_now_and_then(s: Session) -> None:
             s.hold(out[1:], out)
         else:
             s.note(out)
-
-
-@program
-def forwards_before_backwards(s: Session) -> None:
-    module, call = s.compiled(mlp())
-    batches = s.batches(3, 4, count=3)
-    for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
-        losses = [loss_of(call(x)) for x in batches]
-        for n in order:
-            losses[n].backward()
-        s.note(*losses)
-        s.note_gradients(module)
 
 
 @program
@@ -171,17 +155,6 @@ def pending_calls(s: Session) -> None:
 
 
 @program
-def mutated_inputs(s: Session) -> None:
-    def fn(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        state.mul_(0.5).add_(x.sum(0))
-        return (x * state).tanh()
-
-    call, states = s.compile(fn), [torch.ones(4), torch.zeros(4)]
-    for n, x in enumerate(s.batches(3, 4, count=6)):
-        s.note(call(x, states[n % 2]), *states)
-
-
-@program
 @torch.no_grad()
 def moved_parameters(s: Session) -> None:
     module, call = s.compiled(mlp())
@@ -193,17 +166,6 @@ def moved_parameters(s: Session) -> None:
         for (layer, name), parameter in zip(names, others[n // 2 % 2], strict=True):
             layer._parameters[name] = parameter
         s.hold(call(x))
-
-
-@program
-def retain_graph(s: Session) -> None:
-    module, call = s.compiled(mlp())
-    for x in s.batches(3, 4):
-        loss = loss_of(call(x))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        s.note(loss)
-        s.note_gradients(module)
 
 
 class ReadsValue(nn.Module):
@@ -326,40 +288,9 @@ def graphed_pending(s: Session) -> None:
         s.note_gradients(module)
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1)
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), 0.1)
-
-
-class Tokens(nn.Module):
-    """Embedded tokens through two blocks, and a head that shares its weight with the embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(16, 8)
-        feed = [
-            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-            for _ in "ab"
-        ]
-        self.blocks = nn.Sequential(Attention(), feed[0], Attention(), feed[1])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = x.mul(5).long().abs().clamp(max=15)
-        return self.blocks(self.embedding(tokens)) @ self.embedding.weight.t()
-
-
 PROGRAMS |= {
-    "gpt": lambda s: train(s, Tokens, s.batches(2, 6)),
     "more_sizes_than_recordings": lambda s: train(
-        s, mlp(), sizes(s, *(2, 3, 4) * 3), max_recordings=2
+        s, mlp(), [x for n in (2, 3, 4) * 3 for x in s.batches(n, 4, count=1)], max_recordings=2
     ),
     "dropout": lambda s: train(s, dropped, s.batches(8, 4)),
     "mutated_buffers": lambda s: train(s, mlp(lambda: nn.BatchNorm1d(4)), s.batches(6, 4)),

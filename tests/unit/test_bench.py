@@ -228,9 +228,6 @@ def test_all_arms_that_run_on_cpu(tmp_path, capsys):
     assert all(found[name]["check"] == {"equal": True, "deterministic": False} for name in ours)
     assert found["cgpass"]["settled"] == {"steps": 2, "recordings": 2, "plain_calls": 0}
     assert found["cgpass"]["per_step"]["replays"] == 2.0
-    again = ["--from", str(tmp_path / "found.json"), "--out", str(tmp_path / "again.json")]
-    assert bench.main(again) == 0
-    assert json.loads((tmp_path / "again.json").read_text()) == data
 
 
 def test_calls_without_gradients_and_a_baseline(tmp_path, capsys):
@@ -257,7 +254,6 @@ def test_first_steps(tmp_path):
         (["--arms", "nonsense"], "unknown arm 'nonsense'; known: eager, default"),
         (["--models", "gpt2", "gpt5"], "invalid choice: 'gpt5' (choose from"),
         (["--baseline", "/nowhere"], "there is no cgpass in /nowhere"),
-        (["--from", "/nowhere.json"], "/nowhere.json holds no results"),
     ],
 )
 def test_arguments_that_are_refused(capsys, given, message):
