@@ -56,7 +56,7 @@ def fell_back(report: Facts) -> list[str]:
 
 
 def least_share(text: str) -> float:
-    """A share written as `95%`, `95` or `0.95`.
+    """Read a share as `95%`, `95` or `0.95`.
 
     Raises:
         ReportError: It is none.
@@ -65,8 +65,7 @@ def least_share(text: str) -> float:
         number = float(text.strip().removesuffix("%"))
     except ValueError:
         number = -1.0
-    if text.strip().endswith("%") or number > 1:
-        number /= 100
+    number /= 100 if text.strip().endswith("%") or number > 1 else 1
     if not 0 <= number <= 1:
         raise ReportError(f"--min-captured is a share as 95% or 0.95, got {text!r}")
     return number

@@ -72,7 +72,7 @@ _LENGTH: Final = 160
 
 
 def graph_break_of(gm: fx.GraphModule) -> Reason | None:
-    """Return why Dynamo ended a graph where it did; None if the function ends there, too.
+    """Find out why Dynamo ended a graph where it did; None if the function ends there, too.
 
     Source: torch/_dynamo/output_graph.py, `GraphCompileReason`, set on every graph, 2.11 to 2.15.
     """
@@ -83,11 +83,9 @@ def graph_break_of(gm: fx.GraphModule) -> Reason | None:
     if str(found.reason) == _STEP:
         return _cut_short(stack[-1] if stack else None)
     newest = _newest()
-    if newest is not None and stack and _is_at(newest.line, stack[-1]):
-        newest.told = True
-    reason = _of_stack(str(found.reason), stack)
-    rest = _left_by_torch(stack)
-    return reason if rest is None else _leaves(reason, rest)
+    if newest is not None and newest.line is not None and stack:
+        newest.told |= newest.line[:2] == stack[-1][:2]  # file and number
+    return _of_stack(str(found.reason), stack)
 
 
 def untold(
@@ -95,7 +93,7 @@ def untold(
     told: Iterable[str | None],
     places: Iterable[str | None],
 ) -> list[Reason]:
-    """Return graph breaks that no graph tells of: nothing was before them in the function that has them.
+    """List graph breaks that no graph tells of: nothing was before them in the function that has them.
 
     Libraries that run in eager anyway, as what logs or shows progress, have breaks of their own: they are left out.
     `told` are lines that others name, `places` where functions begin that were compiled.
@@ -113,7 +111,6 @@ def untold(
         if each.told or not each.stack or (rest is None and not any(mine)):
             continue
         reason = _of_stack(each.text, each.stack)
-        reason = reason if rest is None else _leaves(reason, rest)
         found.setdefault((place_of(reason.line), rest), reason)
     known |= {place for place, rest in found if rest is not None}
     return [
@@ -159,15 +156,13 @@ def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
     users = [each for each in stack if _is_users(each)]
     frame = users[-1] if users else last
     reason = reason_of(text, _line(frame))
+    detail, fix, rest = reason.detail, reason.fix, _left_by_torch(stack)
     if frame is not last:
-        inside = f", in {_library_file(last.filename)}:{last.lineno}"
-        is_call = "torch._dynamo.graph_break()" in text
-        return replace(
-            reason, detail=reason.detail + inside, fix=_LEAVE_IT if is_call else reason.fix
-        )
-    if len(users) > 1:
-        return replace(reason, detail=f"{reason.detail}, reached from {_place(users[0])}")
-    return reason
+        detail += f", in {_library_file(last.filename)}:{last.lineno}"
+        fix = _LEAVE_IT if "torch._dynamo.graph_break()" in text else fix
+    elif len(users) > 1:
+        detail += f", reached from {_place(users[0])}"
+    return replace(reason, detail=detail, fix=fix if rest is None else f"{fix}; {_LOOP}", rest=rest)
 
 
 def _is_users(frame: Any) -> bool:
@@ -185,12 +180,8 @@ def _library_file(filename: str) -> str:
     return filename.removeprefix(_PYTHON).replace(os.sep, "/")
 
 
-def _leaves(reason: Reason, rest: str) -> Reason:
-    return replace(reason, fix=f"{reason.fix}; {_LOOP}", rest=rest)
-
-
 def _left_by_torch(stack: Sequence[Any]) -> str | None:
-    """Return which of torch's own modules lies between a graph's function and a break in what it called: it runs in eager.
+    """Name torch's own module between a graph's function and a break in what it called: it runs in eager.
 
     Dynamo compiles functions of users by themselves where those that call them run in eager, but none of torch's.
     """
@@ -203,10 +194,6 @@ def _left_by_torch(stack: Sequence[Any]) -> str | None:
                 return f"what {name} runs besides"
             return f"what {name} runs, called at {_place(caller)}"
     return None
-
-
-def _is_at(line: Any, frame: Any) -> bool:
-    return line is not None and (line.filename, line.lineno) == (frame.filename, frame.lineno)
 
 
 def _cut_short(frame: Any) -> Reason:
