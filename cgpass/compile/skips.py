@@ -15,7 +15,7 @@ from cgpass.compile.facts.values import num_ops
 from cgpass.compile.option_names import overloads
 from cgpass.errors import CaptureError
 from cgpass.options import Options
-from cgpass.telemetry import Tally, tracing
+from cgpass.telemetry import CallStats, tracing
 from cgpass.telemetry.reason import Reason
 from cgpass.telemetry.summaries import GraphSummary
 
@@ -157,7 +157,7 @@ class Skips:
 
 def counted(graph: int, fn: Boxed) -> Boxed:
     """Wrap a compiled graph of which nothing is captured, so that its calls are counted."""
-    tally = Tally()
+    tally = CallStats()
 
     def call(args: list[Any]) -> Any:
         tally.calls += 1

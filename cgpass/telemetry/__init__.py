@@ -59,13 +59,6 @@ class CompileStats:
     can't be captured. Partitions that cgpass itself leaves out, too small ones, are none."""
 
 
-@dataclass(slots=True)
-class Tally:
-    """Calls of one graph. A plain integer: the hot path adds to it."""
-
-    calls: int = 0
-
-
 class ByHand(CallStats):
     """Counts of what was graphed by hand: it belongs to no compiled graph, and summaries list it by itself."""
 
@@ -95,11 +88,12 @@ class PartitionRun:
 class GraphRun:
     """The runs of a compiled graph; kept after that is gone."""
 
-    tally: Tally
+    tally: CallStats
+    """Counts the calls of the whole graph."""
     parts: Mapping[str, PartitionRun]
     """Its captured partitions, by their names in the graph."""
     live: weakref.ref[Any]
-    """What runs it. The compiled function keeps that alive."""
+    """What runs it; the compiled function keeps that alive."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +152,7 @@ def others() -> list[Any]:
 
 
 def calls_of_other(one: Any) -> tuple[int, int, int]:
-    """Calls of one of `others()`; of a training step, too, those that were one graph, and all but first ones."""
+    """Count calls of one of `others()`; of a training step also those that were one graph, and all but first ones."""
     return one.calls, getattr(one, "whole_calls", 0), getattr(one, "later_calls", 0)
 
 
@@ -280,7 +274,7 @@ def begin_summary() -> None:
 
 
 def summary_began() -> Moment:
-    """Return the moment of the last `begin_summary`."""
+    """Give the moment of the last `begin_summary`."""
     return _registry.since
 
 

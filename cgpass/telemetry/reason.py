@@ -47,7 +47,7 @@ def is_size(name: str) -> bool:
 
 
 def new_value(name: str) -> tuple[str, str]:
-    """Return what takes new values, `the first dimension of x`, by the input's name, and what to do about it."""
+    """Describe what takes new values, `the first dimension of x`, by the input's name, and what to do about it."""
     size = _SIZE.match(name)
     if size is None:
         return f"the number {name}", "pass it as a 0-dim tensor on the device"
@@ -144,11 +144,11 @@ class CallReasons:
         self._changed.update((code, *each) for each in inputs)
 
     def noted(self) -> Noted:
-        """Return what was noted so far, for `told` of what comes after."""
+        """Copy what was noted so far, for `told` of what comes after."""
         return self._counts.copy(), self._changed.copy()
 
     def told(self, counts: Mapping[str, int], since: Noted | None = None) -> tuple[Reason, ...]:
-        """Return what was noted since as reasons; `counts` are what the partition's counters grew by."""
+        """Tell what was noted since as reasons; `counts` are what the partition's counters grew by."""
         before, changed_before = since or (Counter(), Counter())
         calls, details = counts["calls"], dict(self._details)
         without = self._counts - before

@@ -55,7 +55,9 @@ def test_a_function_that_was_compiled_again_is_listed_once(registry):
 def test_a_moment_keeps_what_was_counted_until_then(registry):
     stats, reasons = telemetry.CallStats(calls=3), CallReasons()
     run = telemetry.GraphRun(
-        telemetry.Tally(calls=3), {"a": telemetry.PartitionRun(stats, [], reasons)}, lambda: None
+        telemetry.CallStats(calls=3),
+        {"a": telemetry.PartitionRun(stats, [], reasons)},
+        lambda: None,
     )
     telemetry.add_run(telemetry.add_graph(GraphSummary("forward", ())), run)
     telemetry.begin_summary()
