@@ -359,29 +359,15 @@ import sys
 import torch
 from tests.report import test_breaks as given
 
-fn = getattr(given, sys.argv[1])
-fn = fn() if isinstance(fn, type) else fn
-call = torch.compile(fn, backend="cgpass")
+call = torch.compile(getattr(given, sys.argv[1]), backend="cgpass")
 for _ in range(20):
     call(given.X)
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "head"),
-    [
-        ("gives_up", "FAILED: nothing was compiled by cgpass\nfell back:\n"),
-        ("tries", "FAILED: 100% of the 152 operators that compiled code ran after its warm-ups"),
-    ],
-)
-def test_a_script_with_functions_in_eager_fails(tmp_path, capsys, name, head):
+def test_a_script_with_functions_in_eager_fails(tmp_path, capsys):
     (tmp_path / "script.py").write_text(SCRIPT)
-    saved = tmp_path / "all.json"
-    arguments = ["check", "--save", str(saved), str(tmp_path / "script.py"), name]
-    assert command.main(arguments) == 1
+    assert command.main(["check", str(tmp_path / "script.py"), "tries"]) == 1
     said = capsys.readouterr().out
-    assert said.startswith(f"cgpass check: {head}")
-    because = f", because of {at(globals()[name])}"
-    assert because in " ".join(said.partition("fell back:\n")[2].split())
-    assert command.main(["report", str(saved), "-o", "-"]) == 0
-    assert "runs in eager" in capsys.readouterr().out
+    assert said.startswith("cgpass check: FAILED: 100% of the 152 operators that compiled code ran")
+    assert f", because of {at(tries)}" in " ".join(said.partition("fell back:\n")[2].split())

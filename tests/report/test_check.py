@@ -74,19 +74,15 @@ def test_a_script_that_is_not_fails_with_the_list(script, counted_alone, capsys,
     assert "Do: move it to CUDA" in shown
 
 
-@pytest.mark.parametrize(
-    ("last_line", "status", "said"), [("sys.exit(3)", 3, ""), ("sys.exit('it says')", 1, "it says")]
-)
-def test_a_script_that_fails_keeps_its_status(tmp_path, capsys, last_line, status, said):
+def test_a_script_that_fails_keeps_its_status(tmp_path, capsys):
     script = tmp_path / "fails.py"
-    script.write_text(f"import sys\nprint(sys.argv, sys.path[0])\n{last_line}")
+    script.write_text("import sys\nprint(sys.argv, sys.path[0])\nsys.exit('it says')")
     argv, path = sys.argv, sys.path
-    assert command.main(["check", str(script), "--min-captured", "x"]) == status
+    assert command.main(["check", str(script), "--min-captured", "x"]) == 1
     assert (sys.argv, sys.path) == (argv, path)
     shown = capsys.readouterr()
     assert shown.out == f"{[str(script), '--min-captured', 'x']} {tmp_path}\n"
-    assert said in shown.err
-    assert f"cgpass check: nothing was checked: {script} exits with {status}\n" in shown.err
+    assert f"it says\ncgpass check: nothing was checked: {script} exits with 1\n" in shown.err
 
 
 def test_a_module_is_checked(script, counted_alone, capsys, monkeypatch):

@@ -82,6 +82,8 @@ def test_a_block_reports_what_ran_inside_and_nothing_else():
     assert report.boundaries == report.plain_calls == 0
     assert report.settled is None
     assert str(report).startswith("100% of the ")
+    assert "test_explain.py:" in report.graphs[0].place
+    assert Report.from_dict(report.to_dict()) == report
 
 
 def test_a_first_block_tells_of_warm_ups_and_recordings():
@@ -208,19 +210,6 @@ def test_recordings_that_a_larger_call_had_made_anew_say_so():
 # ---- calls that explain makes
 
 
-def test_a_training_step():
-    report = cgpass.explain(Model(), X)
-    forward, backward = report.graphs
-    assert (forward.direction, backward.direction) == ("forward", "backward")
-    assert "test_explain.py:" in forward.place
-    assert forward.driver == "simulated"
-    assert report.settled
-    assert report.model == "Model.forward"
-    assert [each.cause for each in forward.partitions[0].recordings] == ["first"]
-    assert forward.calls == backward.calls
-    assert Report.from_dict(report.to_dict()) == report
-
-
 def test_simulated_graphs_are_no_measure_of_speed():
     report = cgpass.explain(split, X, compare=True)
     assert set(re.findall(r'ms": (.*?),?$', report.to_json(), re.MULTILINE)) == {"null"}
@@ -314,12 +303,6 @@ def in_place():
     return model
 
 
-def in_part():
-    model = Model()
-    model.first = torch.compile(model.first, backend="cgpass")
-    return model
-
-
 def named():
     inner = torch.compile(Model(), backend="cgpass")
 
@@ -329,7 +312,7 @@ def named():
     return lambda x: helper(x).sin()
 
 
-@pytest.mark.parametrize("make", [in_place, in_part, named, lambda: Trainer().run])
+@pytest.mark.parametrize("make", [in_place, named, lambda: Trainer().run])
 def test_what_is_compiled_already_runs_as_it_is(make):
     call = make()
     call(X).sum().backward()
