@@ -69,8 +69,7 @@ def explain(
         >>> [graph.direction for graph in report.graphs]
         ['forward', 'backward']
 
-    A block runs nothing itself and changes nothing. Other threads' calls count, too. Inside of it the report tells of
-    what ran so far.
+    A block runs nothing itself and changes nothing. Other threads' calls count, too. The report is there when it ends.
 
     With a function, up to 13 calls run, with their backward. What is not compiled yet is compiled with
     `backend="cgpass"`, anew each time. A batch by itself is given as data loaders mean it: a mapping as `**batch`, a

@@ -63,7 +63,7 @@ class Facts:
     """The facts of some calls."""
 
     unfinished: bool = False
-    """True if the block goes on."""
+    """True if the block goes on, and nothing is told yet."""
     cgpass: str = ""
     torch: str = ""
     device: str = ""

@@ -22,15 +22,9 @@ SCHEMA: Final = 3
 class Report(Facts):
     """A report on some calls. `print` shows it as text; `save` writes it as JSON or as a page."""
 
-    _so_far: "Callable[[], Report] | None" = None
-    """Gives what there is as long as the block goes on."""
-
-    def _now(self) -> "Report":
-        return self if self._so_far is None else self._so_far()
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {"schema": SCHEMA, **dataclasses.asdict(self._now())}
+        return {"schema": SCHEMA, **dataclasses.asdict(self)}
 
     @classmethod
     def from_dict(cls, data: Any) -> "Report":
@@ -86,12 +80,12 @@ class Report(Facts):
         path = Path(path)
         check_place(path)
         try:
-            path.write_text(WRITERS[path.suffix](self._now()), encoding="utf-8")
+            path.write_text(WRITERS[path.suffix](self), encoding="utf-8")
         except OSError as error:
             raise ReportError(f"{path} can't be written: {error.strerror}") from error
 
     def __str__(self) -> str:
-        return text.text(self._now())
+        return text.text(self)
 
 
 def html(report: Facts) -> str:

@@ -78,7 +78,8 @@ def wrapped(words: str, indent: int = 0, hanging: int = 2) -> list[str]:
 def headline(report: Facts) -> str:
     """How much ran in graphs, in one line."""
     done, work = report.work
-    so_far = "so far, inside of the block: " if report.unfinished else ""
+    if report.unfinished:
+        return "the block that is watched goes on: its report is there when it ends"
     if report.graphs_ms is not None and report.device_ms:
         inside = (
             f"{share(report.graphs_ms, report.device_ms)} of the time on the device inside graphs"
@@ -93,11 +94,11 @@ def headline(report: Facts) -> str:
     elif report.graph_breaks or report.left_to_eager:
         inside = "nothing ran in graphs"
     elif report.others:
-        return f"{so_far}training steps, or what was graphed by hand, ran: see below"
+        return "training steps, or what was graphed by hand, ran: see below"
     else:
-        return f"{so_far}{NOTHING}"
+        return NOTHING
     boundaries = "1 boundary" if report.boundaries == 1 else f"{report.boundaries} boundaries"
-    return f"{so_far}{inside}, {boundaries}, {many(report.plain_calls, 'call')} without a graph"
+    return f"{inside}, {boundaries}, {many(report.plain_calls, 'call')} without a graph"
 
 
 def facts(report: Facts) -> Iterator[str]:

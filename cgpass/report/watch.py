@@ -44,17 +44,15 @@ SIMULATED: Final = "cpu (simulated graphs: right in what they do, no measure of 
 @contextlib.contextmanager
 def watched() -> Iterator[Report]:
     """A block that is reported; the report is filled when it ends, also by an error."""
-    report = Report()
+    report = Report(unfinished=True)
     breaks, notes = {*torch_private.graph_breaks()}, torch_private.compilations()
     with _Clock() as clock:
-        made = functools.partial(_report, telemetry.now(), breaks, notes, clock)
-        report._so_far = lambda: replace(made(), unfinished=True)
+        before = telemetry.now()
         try:
             yield report
         finally:
-            report._so_far = None
             clock.stop()
-            vars(report).update(vars(made()))
+            vars(report).update(vars(_report(before, breaks, notes, clock)))
 
 
 def since_reset() -> Report:

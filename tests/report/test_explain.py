@@ -62,7 +62,7 @@ def test_a_block_reports_what_ran_inside_and_nothing_else():
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     train(call, optimizer, 4)
     with cgpass.explain() as report:
-        assert report.graphs == ()
+        assert str(report).startswith("the block that is watched goes on: ")
         train(call, optimizer, 3)
     train(call, optimizer, 5)
     assert [(graph.direction, graph.calls) for graph in report.graphs] == [
@@ -117,19 +117,6 @@ def test_two_blocks_count_reasons_each():
         assert reason.detail.startswith(f"{times} of {times} calls ran without a graph: ")
         assert report.plain_calls == times
         assert report.work[0] == 0
-
-
-def test_a_report_that_is_printed_in_its_own_block_tells_of_so_far():
-    call = torch.compile(split, backend="cgpass")
-    with cgpass.explain() as report:
-        for _ in range(2):
-            call(X)
-        so_far = str(report)
-        kept = Report.from_dict(report.to_dict())
-        call(X)
-    assert so_far.startswith("so far, inside of the block: 88.9% of the 9 operators of compiled")
-    assert str(kept) == so_far
-    assert str(report).startswith("88.9% of the 18 operators of compiled functions ran in graphs")
 
 
 def raises(call):
