@@ -83,12 +83,12 @@ def _report(
         if (old := before.others.get(each, (0, 0, 0)))[0] < each.calls
     ]
     pools = [n for owner in owners.values() if (n := owner.driver.pool_bytes()) is not None]
-    has_cuda = torch.cuda.is_available()
+    on_cuda = torch.cuda.is_initialized()  # asking for the name would do that
     simulated = "simulated" in ({g.driver for g in graphs} - {None} or {Options.parse(None).driver})
     return Report(
         cgpass=VERSION,
         torch=torch.__version__,
-        device=SIMULATED if simulated else torch.cuda.get_device_name() if has_cuda else "cpu",
+        device=SIMULATED if simulated else torch.cuda.get_device_name() if on_cuda else "cpu",
         made=time.strftime("%Y-%m-%d %H:%M"),
         command=" ".join(sys.argv),
         model=next((graph.place for graph in graphs if graph.place), ""),
@@ -185,7 +185,7 @@ class _Clock:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             self._begin = _event()
         self._stack.callback(telemetry.listen(self._add))
         return self
