@@ -46,6 +46,7 @@ def sample(text="", **changes):
         device_ms=0.25,
     )
     forward = GraphReport(
+        graph_break=Reason("graph_break", "", "graph break", "remove it", "model.py:50 in f"),
         direction="forward",
         partitions=(captured, eager),
         num_ops=43,
