@@ -52,8 +52,6 @@ class GraphBreak:
     stack: tuple[traceback.FrameSummary, ...]
     """All frames that it was traced through, outermost first."""
     thread: int
-    told: bool = False
-    """True if a graph tells of it."""
     over: bool = False
     """True if Dynamo forgot since what it compiled."""
     earlier: bool = False

@@ -82,9 +82,6 @@ def graph_break_of(gm: fx.GraphModule) -> Reason | None:
     stack = list(getattr(found, "user_stack", None) or ())
     if str(found.reason) == _STEP:
         return _cut_short(stack[-1] if stack else None)
-    newest = _newest()
-    if newest is not None and newest.line is not None and stack:
-        newest.told |= newest.line[:2] == stack[-1][:2]  # file and number
     return _of_stack(str(found.reason), stack)
 
 
@@ -108,7 +105,7 @@ def untold(
             _INSTALLED.search(frame.filename) is None or os.path.basename(frame.filename) in files
             for frame in users
         )
-        if each.told or not each.stack or (rest is None and not any(mine)):
+        if not each.stack or (rest is None and not any(mine)):
             continue
         reason = _of_stack(each.text, each.stack)
         found.setdefault((place_of(reason.line), rest), reason)
@@ -206,18 +203,12 @@ def _cut_short(frame: Any) -> Reason:
         return given_up(text, None, rest)
     place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
     rest = f"the rest of {function_name(frame.name)} from {place} on"
-    found = _newest()
+    mine = threading.get_ident()
+    noted = [each for each in torch_private.graph_breaks() if each.thread == mine]
+    found = noted[-1] if noted else None
     if found is None or found.function != (frame.filename, frame.name):
         return given_up(text, _line(frame), rest)
-    found.told = True
     return given_up(found.text, _line(found.line or frame), rest)
-
-
-def _newest() -> torch_private.GraphBreak | None:
-    """The newest of this thread."""
-    thread = threading.get_ident()
-    noted = reversed(torch_private.graph_breaks())
-    return next((each for each in noted if each.thread == thread), None)
 
 
 def _place(frame: Any) -> str:
