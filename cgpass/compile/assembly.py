@@ -34,7 +34,7 @@ from cgpass.runtime.collectives import may_be_captured
 from cgpass.runtime.executor import Executor, Plan
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.partition import PartitionRunner
-from cgpass.telemetry import Tally, progress, tracing
+from cgpass.telemetry import CallStats, progress, tracing
 from cgpass.telemetry.reason import Reason
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary
 
@@ -309,7 +309,7 @@ def _summaries(
 
 def _counted(graph: int, fn: Boxed) -> Boxed:
     """Wrap a compiled graph of which nothing is captured, so that its calls are counted."""
-    tally = Tally()
+    tally = CallStats()
 
     def call(args: list[Any]) -> Any:
         tally.calls += 1

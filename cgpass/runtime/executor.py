@@ -15,7 +15,7 @@ from cgpass.runtime.fast import taker
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.partition import PartitionRunner
 from cgpass.runtime.recording import Recording
-from cgpass.telemetry import CallStats, Tally
+from cgpass.telemetry import CallStats
 
 _profiler = torch_private.profiler_state
 
@@ -89,7 +89,7 @@ class Executor:
     ) -> None:
         self.plan = plan
         self.owner = owner
-        self.tally = Tally()
+        self.tally = CallStats()
         self._names = [(names or {}).get(step.name) for step in plan.steps]
         self._lock = contextlib.nullcontext() if owner is None else owner.lock
         self._template: list[Any] = [None] * (plan.num_slots - plan.num_inputs)

@@ -69,7 +69,9 @@ class GraphSummary:
             f"{self.name}: {many(len(captured), 'partition')} captured ({_operators(captured)}), "
             f"{len(eager)} eager ({_operators(eager)})"
         )
-        return "\n".join([head, *(f"  {p.name}: {line}" for p in eager for line in p.lines)])
+        return "\n".join(
+            [head, *(f"  {p.name}: {line}" for p in self.partitions for line in p.lines)]
+        )
 
 
 def _operators(parts: Sequence[PartitionSummary]) -> str:
