@@ -15,7 +15,7 @@ from cgpass.runtime.fast import taker
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.partition import PartitionRunner
 from cgpass.runtime.recording import Recording
-from cgpass.telemetry import CallStats, Tally
+from cgpass.telemetry import CallStats
 
 _profiler = torch_private.profiler_state
 
@@ -48,14 +48,6 @@ class Plan:
     """Slots filled before the first step: constant outputs, attributes of the graph."""
     visible: frozenset[int] = frozenset()
     """Positions of outputs that the user gets."""
-
-    @property
-    def is_one_partition(self) -> bool:
-        """True if its one step gets what the graph gets, and returns what that returns."""
-        if len(self.steps) != 1 or self.constants:
-            return False
-        (step,) = self.steps
-        return step.inputs == tuple(range(self.num_inputs)) and step.outputs == self.outputs
 
 
 Run = Callable[[list[Any]], tuple[Sequence[Any], Recording | None]]
@@ -97,7 +89,7 @@ class Executor:
     ) -> None:
         self.plan = plan
         self.owner = owner
-        self.tally = Tally()
+        self.tally = CallStats()
         self._names = [(names or {}).get(step.name) for step in plan.steps]
         self._lock = contextlib.nullcontext() if owner is None else owner.lock
         self._template: list[Any] = [None] * (plan.num_slots - plan.num_inputs)

@@ -511,7 +511,6 @@ class PartitionRunner:
             recording.copied_bytes,
             recording.slot,
             (time.perf_counter() - self._started) * 1e3,
-            recording.instantiate_ms,
             self._warm_up_ms,
         )
         self._warm_up_ms = None

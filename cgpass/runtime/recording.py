@@ -82,8 +82,6 @@ class Recording:
         read: frozenset[int],
     ) -> None:
         self.replay: Callable[[], None] = self.graph.replay
-        self.instantiate_ms = self.graph.instantiate_ms
-        """See `CapturedGraph`."""
         self._consumed, self._users = tuple(self.consumes), tuple(self.consumes.values())
         self._copies = copies_in(self.placeholders)
         self._write_back = [
@@ -244,6 +242,8 @@ class Recorder:
     finds_writes: bool
     """Set to look for inputs that are written, since nobody tells."""
     stats: CallStats
+    shares_inputs: bool = True
+    """False if it copies inputs to memory that no other recording copies to."""
 
     def record(
         self,
@@ -334,8 +334,10 @@ class Recorder:
             key = (numbers[like], *like, *(place_of(value) if whole else ()))
             numbers[like] += 1
             try:
-                found[i] = known.get(key) or Placeholder(value, whole_storage=whole)
-                known[key] = found[i]
+                same = known.get(key) if self.shares_inputs else None
+                found[i] = same or Placeholder(value, whole_storage=whole)
+                if self.shares_inputs:
+                    known[key] = found[i]
                 found[i].copy_from(value)
             except (torch.OutOfMemoryError, MemoryError):
                 raise

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import cgpass
-from cgpass.errors import DoubleBackwardError
 from cgpass.runtime import owner as owners
 from tests.usage.programs import MLP, assert_steady
 from tests.usage.test_failures import is_recording, warned
@@ -192,6 +191,7 @@ def test_after_reset_what_ran_out_of_memory_is_captured(setting):
     assert (counters["skips"], counters["partitions_captured"]) == (0, 1)
 
 
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch's, in a thread's first call
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_calls_from_several_threads(setting, compiler):
     def program(session):
@@ -346,7 +346,7 @@ def test_a_second_derivative_is_refused_and_training_goes_on(setting):
             out = call(x).square().sum()
             (grad,) = torch.autograd.grad(out, x, create_graph=True)
             values.append(grad.detach().clone())
-            with pytest.raises(DoubleBackwardError, match="does not support double backward"):
+            with pytest.raises(RuntimeError, match="double backward"):
                 grad.square().sum().backward()
             call(x).sum().backward()
             values += [p.grad.clone() for p in module.parameters()]
