@@ -348,7 +348,7 @@ def test_a_tensor_of_the_closure_that_is_read_lives_as_long_as_the_recording(set
     assert address not in [t.data_ptr() for t in others]
     assert call(session.tensor([2.0] * 1024)).tolist() == [6.0] * 1024
     (recording,) = call._runner.table.all()
-    assert list(recording._outside) == [address]
+    assert list(recording.outside) == [address]
 
 
 def test_what_an_inner_compiled_function_returns_is_the_recordings_own(setting):
@@ -361,7 +361,7 @@ def test_what_an_inner_compiled_function_returns_is_the_recordings_own(setting):
         torch.testing.assert_close(first.cpu(), expected)
         torch.testing.assert_close(second.cpu(), expected + 1)
     (recording,) = call._runner.table.all()
-    assert recording._outside == {}
+    assert recording.outside == {}
 
 
 # ---- modes of torch's: what they decide is in the graph, or asks for another one
