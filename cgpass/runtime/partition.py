@@ -528,11 +528,10 @@ class PartitionRunner:
             self._last = (seen.key[0], key, recordings)
 
     def _close(self, recordings: Sequence[Recording]) -> None:
-        if recordings:
-            self._last = None
-            with self.owner.changing():
-                for recording in recordings:
-                    self.owner.close_recording(recording)
+        self._last = None
+        with self.owner.changing():
+            for recording in recordings:
+                self.owner.close_recording(recording)
 
     def move_apart(self, by: Recording) -> None:
         """Have gradients that are kept while a forward runs lie in a pool that this one does not write, from now on."""
@@ -546,7 +545,6 @@ class PartitionRunner:
 
     def close(self) -> None:
         """Drop every recording; the next calls warm up again unless the owner is closed."""
-        self._last = None
         self._close(self.table.clear())
         self._inputs.forget()
         self._first_slot = 0

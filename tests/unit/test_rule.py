@@ -78,6 +78,14 @@ def test_what_replaced_a_tensor_that_is_gone_in_its_very_place_is_copied():
         del w
 
 
+def test_another_tensor_on_the_same_storage_has_moved():
+    part, base = Partition(COPIED, STATIC), torch.ones(4)
+    first, second = base[:2], base[2:]
+    part(X, first)
+    found = part(X, second)
+    assert (found.code, found.copied) == (None, (1,))
+
+
 def test_a_call_of_another_module_is_none_of_copies():
     """A buffer that both share does not make them one."""
     part, shared = Partition(STATIC, STATIC), X.clone()
