@@ -111,3 +111,12 @@ def test_recordings_that_are_made_once_more_say_why():
     assert causes(run) == ["first", "anew", "anew"]
     assert run.notes[1].detail.startswith("memory was laid out anew")
     assert run.notes[2].detail.startswith("recordings were freed")
+
+
+def test_modules_that_take_turns_with_sizes_have_not_moved():
+    run = runner(lambda x, w, n: [x * w * n], COPIED, STATIC, SYMINT)
+    modules = torch.ones(2), torch.ones(2)
+    for n in (1, 1, 2, 2):
+        for w in modules:
+            call(run, torch.ones(2), w, n)
+    assert causes(run) == ["first", "other tensors", "shape", "other tensors"]
