@@ -34,7 +34,7 @@ from cgpass.runtime.collectives import may_be_captured
 from cgpass.runtime.executor import Executor, Plan
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.partition import PartitionRunner
-from cgpass.telemetry import Tally, progress, tracing
+from cgpass.telemetry import CallStats, progress, tracing
 from cgpass.telemetry.reason import Reason
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary
 
@@ -197,9 +197,7 @@ class GraphBuilder:
         owner = self.owner(self.target.device) if self.target.records else None
         executor = Executor(plan, owner, in_profiles)
         runs = {
-            step.name: telemetry.PartitionRun(
-                step.run.stats, step.run.history.notes, step.run.reasons
-            )
+            step.name: telemetry.PartitionRun(step.run.stats, step.run.notes, step.run.reasons)
             for step in plan.steps
             if isinstance(step.run, PartitionRunner)
         }
@@ -311,7 +309,7 @@ def _summaries(
 
 def _counted(graph: int, fn: Boxed) -> Boxed:
     """Wrap a compiled graph of which nothing is captured, so that its calls are counted."""
-    tally = Tally()
+    tally = CallStats()
 
     def call(args: list[Any]) -> Any:
         tally.calls += 1

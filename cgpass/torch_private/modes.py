@@ -182,51 +182,38 @@ def autocast_cache_off() -> Iterator[None]:
     It stays off where what runs enters autocast itself: that sets what it was when the context was made, by decoration
     say. Source: torch/amp/autocast_mode.py `autocast.__enter__`, 2.11 to 2.15.
     """
-    enabled = torch.is_autocast_cache_enabled()
+    _have_autocast_ask()
+    enabled, was_off = torch.is_autocast_cache_enabled(), _autocast_cache.is_off
     torch.set_autocast_cache_enabled(False)
+    _autocast_cache.is_off = True
     try:
-        with _kept_off:
-            yield
+        yield
     finally:
+        _autocast_cache.is_off = was_off
         torch.set_autocast_cache_enabled(enabled)
 
 
-class _KeptOff:
-    """Replaces `torch.set_autocast_cache_enabled` as long as any thread is inside; only threads that are notice.
-
-    The last one out restores it: whichever order they come and go in.
-    """
-
-    def __init__(self) -> None:
-        self._before: Any = None
-        self._num_inside = 0
-        self._lock = threading.Lock()
-        self._here = threading.local()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._num_inside:
-                self._before = torch.set_autocast_cache_enabled
-                torch.set_autocast_cache_enabled = self._replacement(self._before)
-            self._num_inside += 1
-        self._here.depth = getattr(self._here, "depth", 0) + 1
-
-    def __exit__(self, *raised: object) -> None:
-        self._here.depth -= 1
-        with self._lock:
-            self._num_inside -= 1
-            if not self._num_inside:
-                torch.set_autocast_cache_enabled = self._before
-
-    def _replacement(self, set_enabled: Any) -> Any:
-        @functools.wraps(set_enabled)
-        def call(enabled: bool) -> None:
-            set_enabled(enabled and not getattr(self._here, "depth", 0))
-
-        return call
+autocast_off: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C._DisableAutocast
+"""A block in which autocast casts nothing, on any device: a tenth of the cost of `torch.autocast(enabled=False)`."""
 
 
-_kept_off = _KeptOff()
+class _AutocastCache(threading.local):
+    is_off = False
+
+
+_autocast_cache = _AutocastCache()
+
+
+@functools.cache
+def _have_autocast_ask() -> None:
+    """Have nobody turn the cache on in a thread that is inside."""
+    set_enabled = torch.set_autocast_cache_enabled
+
+    @functools.wraps(set_enabled)
+    def call(enabled: bool) -> None:
+        set_enabled(enabled and not _autocast_cache.is_off)
+
+    torch.set_autocast_cache_enabled = call
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

@@ -40,6 +40,21 @@ def chain(x):
     return x.relu().exp().sin().cos()
 
 
+def test_a_result_that_was_moved_out_of_its_partition_is_put_back():
+    def fn(x):
+        largest, where = x.max(0)
+        return torch.nonzero(largest), where
+
+    gm = fake_cuda_graph(fn, (4, 4))
+    partition(gm)
+    names = order(gm)
+    (output,) = gm.graph.find_nodes(op="output")
+    output.prepend(node_named(gm, "getitem_1"))
+    assert names != order(gm)
+    assert partition(gm).modified
+    assert order(gm) == names
+
+
 def test_gathers_what_can_be_captured():
     gm = fake_cuda_graph(two_syncs, (4,), (4,))
     result = partition(gm)

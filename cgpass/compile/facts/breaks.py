@@ -72,7 +72,7 @@ _LENGTH: Final = 160
 
 
 def graph_break_of(gm: fx.GraphModule) -> Reason | None:
-    """Return why Dynamo ended a graph where it did; None if the function ends there, too.
+    """Find out why Dynamo ended a graph where it did; None if the function ends there, too.
 
     Source: torch/_dynamo/output_graph.py, `GraphCompileReason`, set on every graph, 2.11 to 2.15.
     """
@@ -82,9 +82,6 @@ def graph_break_of(gm: fx.GraphModule) -> Reason | None:
     stack = list(getattr(found, "user_stack", None) or ())
     if str(found.reason) == _STEP:
         return _cut_short(stack[-1] if stack else None)
-    newest = _newest()
-    if newest is not None and newest.line and stack and _place(newest.line) == _place(stack[-1]):
-        newest.told = True
     return _of_stack(str(found.reason), stack)
 
 
@@ -93,7 +90,7 @@ def untold(
     told: Iterable[str | None],
     places: Iterable[str | None],
 ) -> list[Reason]:
-    """Return graph breaks that no graph tells of: nothing was before them in the function that has them.
+    """List graph breaks that no graph tells of: nothing was before them in the function that has them.
 
     Libraries that run in eager anyway, as what logs or shows progress, have breaks of their own: they are left out.
     `told` are lines that others name, `places` where functions begin that were compiled.
@@ -102,7 +99,13 @@ def untold(
     files = {place_of(place).rpartition(":")[0] for place in places}
     found: dict[Any, Reason] = {}
     for each in noted:
-        if each.told or not each.stack:
+        users = [frame for frame in each.stack if _is_users(frame)]
+        rest = _left_by_torch(each.stack)
+        mine = (
+            _INSTALLED.search(frame.filename) is None or os.path.basename(frame.filename) in files
+            for frame in users
+        )
+        if not each.stack or (rest is None and not any(mine)):
             continue
         mine = any(
             _is_users(frame)
@@ -110,8 +113,7 @@ def untold(
             for frame in each.stack
         )
         reason = _of_stack(each.text, each.stack)
-        if mine or reason.rest is not None:
-            found.setdefault((place_of(reason.line), reason.rest), reason)
+        found.setdefault((place_of(reason.line), rest), reason)
     known |= {place for place, rest in found if rest is not None}
     return [
         reason for (place, rest), reason in found.items() if rest is not None or place not in known
@@ -156,15 +158,13 @@ def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
     users = [each for each in stack if _is_users(each)]
     frame = users[-1] if users else last
     reason = reason_of(text, _line(frame))
+    detail, fix, rest = reason.detail, reason.fix, _left_by_torch(stack)
     if frame is not last:
-        inside = f", in {_library_file(last.filename)}:{last.lineno}"
-        is_call = "torch._dynamo.graph_break()" in text
-        fix = _LEAVE_IT if is_call else reason.fix
-        reason = replace(reason, detail=reason.detail + inside, fix=fix)
+        detail += f", in {_library_file(last.filename)}:{last.lineno}"
+        fix = _LEAVE_IT if "torch._dynamo.graph_break()" in text else fix
     elif len(users) > 1:
-        reason = replace(reason, detail=f"{reason.detail}, reached from {_place(users[0])}")
-    rest = _left_by_torch(stack)
-    return reason if rest is None else replace(reason, fix=f"{reason.fix}; {_LOOP}", rest=rest)
+        detail += f", reached from {_place(users[0])}"
+    return replace(reason, detail=detail, fix=fix if rest is None else f"{fix}; {_LOOP}", rest=rest)
 
 
 def _is_users(frame: Any) -> bool:
@@ -183,7 +183,7 @@ def _library_file(filename: str) -> str:
 
 
 def _left_by_torch(stack: Sequence[Any]) -> str | None:
-    """Return which of torch's own modules lies between a graph's function and a break in what it called: it runs in eager.
+    """Name torch's own module between a graph's function and a break in what it called: it runs in eager.
 
     Dynamo compiles functions of users by themselves where those that call them run in eager, but none of torch's.
     """
@@ -208,18 +208,12 @@ def _cut_short(frame: Any) -> Reason:
         return given_up(text, None, rest)
     place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
     rest = f"the rest of {function_name(frame.name)} from {place} on"
-    found = _newest()
+    mine = threading.get_ident()
+    noted = [each for each in torch_private.graph_breaks() if each.thread == mine]
+    found = noted[-1] if noted else None
     if found is None or found.function != (frame.filename, frame.name):
         return given_up(text, _line(frame), rest)
-    found.told = True
     return given_up(found.text, _line(found.line or frame), rest)
-
-
-def _newest() -> torch_private.GraphBreak | None:
-    """The newest of this thread."""
-    thread = threading.get_ident()
-    noted = reversed(torch_private.graph_breaks())
-    return next((each for each in noted if each.thread == thread), None)
 
 
 def _place(frame: Any) -> str:
