@@ -213,11 +213,6 @@ def _from_text(variable: str, name: str, text: str) -> Any:
             value = [item.strip() for item in value.split(",") if item.strip()]
     except ValueError:
         value = text  # refused below, as the user wrote it
-    if name == "inductor" and not isinstance(value, Mapping):
-        raise OptionError(
-            f"cgpass: environment variable {variable} must hold Inductor config names and values as JSON, "
-            f"e.g. {variable}='{{\"max_autotune\": true}}', got {_shown(text)}."
-        )
     return _validated(name, value, f"environment variable {variable}")
 
 
@@ -243,49 +238,37 @@ def _validated(name: str, value: Any, where: str | None = None) -> Any:
     where = where or f"option {name!r}"
     metadata = _SPECS[name].metadata
     if "allowed" in metadata:
-        return _one_of(value, metadata["allowed"], where)
+        allowed = metadata["allowed"]
+        if isinstance(value, str) and value in allowed:
+            return value
+        near = nearest(value, allowed)
+        hint = f"; did you mean {near!r}?" if near else "."
+        raise _refused(where, f"be one of {', '.join(map(repr, allowed))}", value, hint)
     if "at_least" in metadata:
-        return _whole_number(value, metadata["at_least"], where)
+        if type(value) is int and value >= metadata["at_least"]:
+            return value
+        raise _refused(where, f"be an int >= {metadata['at_least']}", value)
     return (_operators if name == "unsafe_ops" else _config_patches)(value, where)
-
-
-def _one_of(value: Any, allowed: tuple[str, ...], where: str) -> str:
-    if isinstance(value, str) and value in allowed:
-        return value
-    near = nearest(value, allowed)
-    hint = f"; did you mean {near!r}?" if near else "."
-    raise OptionError(
-        f"cgpass: {where} must be one of {', '.join(map(repr, allowed))}, got {_shown(value)}{hint}"
-    )
-
-
-def _whole_number(value: Any, at_least: int, where: str) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= at_least:
-        return value
-    raise OptionError(f"cgpass: {where} must be an int >= {at_least}, got {_shown(value)}.")
 
 
 def _operators(value: Any, where: str) -> tuple[str, ...]:
     if not isinstance(value, (tuple, list, set, frozenset)):
-        raise OptionError(
-            f"cgpass: {where} must be a tuple or list of operator names, got {_shown(value)}."
-        )
+        raise _refused(where, "be a tuple or list of operator names", value)
     for item in value:
         if not (isinstance(item, str) and _OPERATOR.fullmatch(item)):
-            raise OptionError(
-                f"cgpass: {where} must hold names of the form 'ns::op' or 'ns::op.overload', "
-                f"got {_shown(item)}."
-            )
+            raise _refused(where, "hold names of the form 'ns::op' or 'ns::op.overload'", item)
     return tuple(sorted(set(value)))
 
 
 def _config_patches(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise OptionError(
-            f"cgpass: {where} must be a dict of Inductor config names and values, "
-            f"got {_shown(value)}."
-        )
+        wanted = "be a dict of Inductor config names and values, as JSON in the environment"
+        raise _refused(where, wanted, value)
     return dict(value)
+
+
+def _refused(where: str, wanted: str, value: Any, hint: str = ".") -> OptionError:
+    return OptionError(f"cgpass: {where} must {wanted}, got {_shown(value)}{hint}")
 
 
 def _shown(value: Any) -> str:

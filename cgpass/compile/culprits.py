@@ -82,7 +82,6 @@ class FailedOperators:
         if (
             code is None
             or self._compile_id is None
-            or _name(node) in self._operators
             or self._communicates
             or not torch_private.compile_again(code, self._compile_id)
         ):

@@ -127,11 +127,6 @@ PyObject* numbers(PyObject* const* args) {
 constexpr auto static_key = numbers<address_of>;
 constexpr auto storage_key = numbers<storage_of>;
 
-void add_geometry(std::vector<int64_t>& out, const at::Tensor& tensor) {
-  out.insert(out.end(), tensor.sizes().begin(), tensor.sizes().end());
-  out.insert(out.end(), tensor.strides().begin(), tensor.strides().end());
-}
-
 // layouts(tensors): what a graph that reads tensors where they lie has in it, as 64-bit integers. For each tensor: number
 // of dimensions, address, position of the first that is the same object, id of its dtype, whether it is conjugated or
 // negated, sizes, strides.
@@ -147,21 +142,8 @@ PyObject* layouts(PyObject* const* args) {
     out.push_back(firsts.emplace(values[k], k).first->second);
     out.push_back(reinterpret_cast<int64_t>(torch::getTHPDtype(tensor.scalar_type())));
     out.push_back(tensor.is_conj() + 2 * tensor.is_neg());
-    add_geometry(out, tensor);
-  }
-  return bytes_of(out);
-}
-
-// geometry(values, positions): number of dimensions, sizes and strides of each tensor, -1 for what is none.
-PyObject* geometry(PyObject* const* args) {
-  const Items values(args[0]), positions(args[1]);
-  std::vector<int64_t> out;
-  out.reserve(9 * positions.size);
-  for (Py_ssize_t k = 0; k < positions.size; ++k) {
-    PyObject* value = values[positions.number(k)];
-    const bool is_tensor = THPVariable_Check(value);
-    out.push_back(is_tensor ? tensor_of(value).dim() : -1);
-    if (is_tensor) add_geometry(out, tensor_of(value));
+    out.insert(out.end(), tensor.sizes().begin(), tensor.sizes().end());
+    out.insert(out.end(), tensor.strides().begin(), tensor.strides().end());
   }
   return bytes_of(out);
 }
@@ -887,7 +869,6 @@ PyMethodDef methods[] = {
     METHOD(layouts, 1),
     METHOD(requiring_grad, 1),
     METHOD(unchanged, 5),
-    METHOD(geometry, 2),
     METHOD(in_transform, 0),
     METHOD(any_held, 2),
     METHOD(any_held_among, 2),

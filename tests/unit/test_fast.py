@@ -47,17 +47,6 @@ def test_keys_are_the_addresses_and_the_storages():
         fast.static_key([torch.zeros(1)], (1,))
 
 
-def test_geometry():
-    values = [*tensors(1), None, 3]
-    expected = []
-    for value in values:
-        is_tensor = isinstance(value, torch.Tensor)
-        expected += [value.dim(), *value.size(), *value.stride()] if is_tensor else [-1]
-    assert array("q", fast.geometry(values, tuple(range(len(values))))).tolist() == expected
-    with pytest.raises(IndexError):
-        fast.geometry(values, (len(values),))
-
-
 def read_layouts(key):
     """The integers of each tensor in what `fast.layouts` returned."""
     numbers, found = array("q", key).tolist(), []

@@ -169,8 +169,8 @@ def test_what_is_refused_and_how(given, message):
             "INDUCTOR",
             "max_autotune",
             (
-                "must hold Inductor config names and values as JSON, "
-                "e.g. CGPASS_INDUCTOR='{\"max_autotune\": true}', got 'max_autotune' (str)."
+                "must be a dict of Inductor config names and values, as JSON in the environment, "
+                "got 'max_autotune' (str)."
             ),
         ),
         ("MAX_RECORDING", "3", "is not an option; did you mean CGPASS_MAX_RECORDINGS?"),

@@ -43,9 +43,8 @@ def is_passive(node: fx.Node) -> bool:
 
 def has_cpu_scalars(gm: fx.GraphModule) -> bool:
     """Tell if a graph makes or reads tensors of one number on the CPU."""
-    found = (node.meta.get("val") for node in gm.graph.nodes)
-    tensors = (value for value in found if isinstance(value, torch.Tensor))
-    return any(value.device.type == "cpu" and value.dim() == 0 for value in tensors)
+    tensors = (tensor for node in gm.graph.nodes for tensor in values.tensors(node))
+    return any(tensor.device.type == "cpu" and tensor.dim() == 0 for tensor in tensors)
 
 
 PROVEN = "cgpass_proven"

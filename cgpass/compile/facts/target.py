@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from cgpass.compile.facts import values
 from cgpass.compile.facts.op_tables import QUANTISING
 
 
@@ -64,10 +65,4 @@ def _quantises(node: fx.Node) -> bool:
 
 def devices(gm: fx.GraphModule) -> set[torch.device]:
     """Devices of every tensor in a graph with fake tensors in `meta["val"]`."""
-    found: set[torch.device] = set()
-    for node in gm.graph.nodes:
-        value = node.meta.get("val")
-        for leaf in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(leaf, torch.Tensor):
-                found.add(leaf.device)
-    return found
+    return {tensor.device for node in gm.graph.nodes for tensor in values.tensors(node)}

@@ -10,7 +10,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental import symbolic_shapes
 from torch.utils._pytree import tree_leaves
 
 from cgpass import torch_private
@@ -278,24 +278,24 @@ def has_side_effect(node: fx.Node) -> bool:
     return node.meta.get("val") is None or node.is_impure(impure_random=False)
 
 
-def _symbolic(values: Iterable[object]) -> Iterator[object]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield from value.shape
-            if value.layout == torch.strided:
-                yield from (*value.stride(), value.storage_offset())
-        else:
-            yield value
+def _symbolic(node: fx.Node) -> list[Any]:
+    """What has symbols among a node's values."""
+    return [
+        leaf
+        for leaf in tree_leaves(node.meta.get("val"))
+        if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        or (isinstance(leaf, torch.Tensor) and torch_private.has_symbolic_sizes(leaf))
+    ]
 
 
 def free_symbols(node: fx.Node) -> tuple[sympy.Symbol, ...]:
-    """Return the symbols in a node's value, in sizes, strides, offsets and numbers, by first appearance, then by name."""
-    found: dict[sympy.Symbol, None] = {}
-    for value in _symbolic(tree_leaves(node.meta.get("val"))):
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            symbols = value.node.expr.atoms(sympy.Symbol)
-            found.update(dict.fromkeys(sorted(symbols, key=str)))
-    return tuple(found)
+    """Return the symbols in a node's value, in sizes, strides, offsets and numbers, by name."""
+    return tuple(sorted(symbolic_shapes.free_symbols(_symbolic(node)), key=str))
+
+
+def unbacked_symbols(node: fx.Node) -> tuple[sympy.Symbol, ...]:
+    """The symbols in a node's value that depend on data, by name."""
+    return tuple(sorted(symbolic_shapes.free_unbacked_symbols(_symbolic(node)), key=str))
 
 
 def symbol_of(value: object) -> sympy.Symbol | None:
@@ -303,18 +303,3 @@ def symbol_of(value: object) -> sympy.Symbol | None:
     if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
         return value.node.expr
     return None
-
-
-def unbacked_symbols(node: fx.Node) -> tuple[sympy.Symbol, ...]:
-    """The symbols in a node's value that depend on data, ordered as `free_symbols`."""
-    value = node.meta.get("val")
-    if value is None:
-        return ()
-    symbolic = [
-        leaf
-        for leaf in tree_leaves(value)
-        if isinstance(leaf, _SCALARS)
-        or (isinstance(leaf, torch.Tensor) and torch_private.has_symbolic_sizes(leaf))
-    ]
-    unbacked = free_unbacked_symbols(symbolic) if symbolic else ()
-    return tuple(symbol for symbol in free_symbols(node) if symbol in unbacked) if unbacked else ()

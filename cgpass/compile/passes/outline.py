@@ -52,18 +52,10 @@ def _written_input(node: fx.Node) -> fx.Node | None:
     """The argument that an in-place operator returns as its result, None for other operators."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
-    schema = node.target._schema
-    if len(schema.returns) != 1 or schema.returns[0].alias_info is None:
+    returns = node.target._schema.returns
+    if len(returns) != 1 or returns[0].alias_info is None or not returns[0].alias_info.is_write:
         return None
-    for argument in schema.arguments:
-        if (
-            argument.alias_info is not None
-            and argument.alias_info.is_write
-            and argument.alias_info.before_set == schema.returns[0].alias_info.before_set
-        ):
-            found = values.argument(node, argument.name)
-            return found if isinstance(found, fx.Node) else None
-    return None
+    return next(iter(values.mutated_inputs(node)), None)
 
 
 def _resolve(node: fx.Node) -> fx.Node:
