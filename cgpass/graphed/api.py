@@ -7,13 +7,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cgpass.errors import DriverUnavailableError, GraphedArgumentError
+from cgpass.graphed.around import prepared
 from cgpass.graphed.binding import Binding
 from cgpass.graphed.callables import GraphedFunction
 from cgpass.graphed.modules import Target
-from cgpass.graphed.options import GraphedOptions, Hooks, run_hook
+from cgpass.graphed.options import GraphedOptions, run_hook
 from cgpass.graphed.pair import Pair
 from cgpass.graphed.schedule import Schedule, schedule_of
-from cgpass.graphed.warmup import Pass, prepared
 from cgpass.options import current_defaults
 from cgpass.runtime import native
 from cgpass.runtime.changes import mend, open_modes
@@ -100,19 +100,17 @@ def make_graphed_callables(
         Target(fn, named[i], i if several else None, copied=by_module) for i, fn in enumerate(fns)
     ]
     device = _device((args, kwargs), targets)
-    passes = [
-        Pass(
-            targets[i],
-            Binding(targets[i].name, tuple(args[number]), kwargs[number], device),
-            hooks[i],
-            given,
-        )
+    bindings = [
+        Binding(targets[i].name, tuple(args[number]), kwargs[number], device)
         for number, i in enumerate(schedule.callables)
     ]
     owner = _owner(given, device)  # after all that may refuse
-    functions = [GraphedFunction(each, owner) for each in passes]
+    functions = [
+        GraphedFunction(targets[i], binding, hooks[i], given, owner)
+        for i, binding in zip(schedule.callables, bindings, strict=True)
+    ]
     if owner is not None:
-        _record(owner, schedule, functions, given.warmup_hooks)
+        _record(owner, schedule, functions, given)
     results: list[Any] = list(functions)
     for number, i in enumerate(schedule.callables):
         if by_module and targets[i].is_module:
@@ -124,24 +122,23 @@ def _record(
     owner: Owner,
     schedule: Schedule,
     functions: list[GraphedFunction],
-    around_warmups: Hooks | None,
+    options: GraphedOptions,
 ) -> None:
     """Warm every forward up, with its backward, and record all, with what is held meanwhile as in a training step.
 
     Results and saved tensors are held until their backward, gradients until the next one, and those of each callable's
     first backward to the end: whatever is recorded meanwhile lies elsewhere.
     """
-    passes = [function.description for function in functions]
     held: dict[int, tuple[Any, ...]] = {}
     grads: dict[int, Any] = {}
     try:
-        with prepared(passes[0], owner.driver.device), owner.lock, torch.no_grad():
-            pairs = [Pair(d, owner, None if d.backward_dw else 0) for d in passes]
-            run_hook(around_warmups, "pre_warmup")
+        with prepared(options, owner.driver.device), owner.lock, torch.no_grad():
+            pairs = [Pair(d, owner, None if d.makes_weight_grads else 0) for d in functions]
+            run_hook(options.warmup_hooks, "pre_warmup")
             for number in [number for is_forward, number in schedule.steps if is_forward]:
-                d, states = passes[number], pairs[number].states
-                d.warm_up(owner.driver, states, d.options.num_warmup_iters, pool=True)
-            run_hook(around_warmups, "post_warmup")
+                d, states = functions[number], pairs[number].states
+                d.warm_up(owner.driver, states, options.num_warmup_iters, pool=True)
+            run_hook(options.warmup_hooks, "post_warmup")
             for is_forward, number in schedule.steps:
                 if is_forward:
                     held[number] = pairs[number].record_forward()

@@ -15,17 +15,16 @@ Note [Autograd's engine and captures]
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cgpass import torch_private
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.errors import GraphedBackwardError, StaticInputMovedError
+from cgpass.graphed.around import blamed, no_autocast_cache
 from cgpass.graphed.differentiated import Differentiated
-from cgpass.graphed.modules import Statics
-from cgpass.graphed.warmup import Pass, blamed, no_autocast_cache
 from cgpass.options import current_defaults
 from cgpass.recompute.states import CheckpointStates
 from cgpass.runtime import fast
@@ -36,21 +35,8 @@ from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recorder, Recording
 from cgpass.telemetry import progress
 
-
-@contextlib.contextmanager
-def in_place(statics: Statics) -> Iterator[None]:
-    """A block in which hooks may move or free parameters and buffers, which then lie where the call has them."""
-    tensors = statics.now()
-    before = [(t, t.data, t.untyped_storage().nbytes(), t.data.clone()) for t in tensors]
-    try:
-        yield
-    finally:
-        for tensor, place, size, value in before:
-            if place.untyped_storage().nbytes() < size:
-                place.untyped_storage().resize_(size)
-            if not torch.equal(place, value):
-                place.copy_(value)
-            tensor.data = place
+if TYPE_CHECKING:
+    from cgpass.graphed.callables import GraphedFunction
 
 
 class Call:
@@ -77,7 +63,7 @@ class Call:
 class Pair:
     """Recordings of one forward and of its backward. See Note [What a call of a pair does]."""
 
-    def __init__(self, d: Pass, owner: Owner, slot: int | None = None) -> None:
+    def __init__(self, d: "GraphedFunction", owner: Owner, slot: int | None = None) -> None:
         """Args: slot: where it is recorded; in a pool of its own if None."""
         self.description = d
         self.closed = False
@@ -180,8 +166,8 @@ class Pair:
         self._key = self._layout.static_key(args)
         kinds = [info.kind for info in self._layout.infos[: len(args) - len(self._generators)]]
         self._backward = backward = self._record(self._run_graph, args, kinds, "backward")
-        if d.backward_dw is not None:
-            self._record_weight_grads(d.backward_dw)
+        if d.makes_weight_grads is not None:
+            self._record_weight_grads(d.makes_weight_grads)
         d.run_hook("backward")
         return backward.memory.aliases()
 
@@ -336,7 +322,7 @@ class Pair:
         grads = grads[:num_grads]
         args.clear()
         # backward_dw keeps them: placeholders are others' by then
-        if self.description.backward_dw is not None:
+        if self.description.makes_weight_grads is not None:
             grads = [grad.clone() for grad in grads]
         with no_autocast_cache():
             return self.graph.backward(saved, grads, members, self._wanted)

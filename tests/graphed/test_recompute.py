@@ -144,7 +144,7 @@ def test_what_a_graph_keeps_of_a_module_does_not_keep_the_graph(setting, way):
 
     module = setting.module(Holder())
     graphed = setting.graphed(module, (setting.randn(2, 4, 8, grad=True),))
-    graphed.me = [graphed.graphed.description.stats]
+    graphed.me = [graphed.graphed.stats]
     outs = [graphed(setting.randn(2, 4, 8, grad=True)) for _ in range(2)]
     for out in outs:
         out.sum().backward()
