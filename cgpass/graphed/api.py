@@ -76,11 +76,10 @@ def make_graphed_callables(
     given = GraphedOptions.parse(options)
     several = isinstance(callables, tuple)
     fns = callables if isinstance(callables, tuple) else (callables,)
-    args = _each("sample_args", sample_args, _is_tuple, "a tuple of arguments", several)
-    kwargs: list[Any] = [{}] * len(args)
+    args = _each("sample_args", sample_args, (tuple, list), several)
+    kwargs = [{}] * len(args)
     if sample_kwargs is not None:
-        form = "a dict with names for keys"
-        kwargs = _each("sample_kwargs", sample_kwargs, _is_kwargs, form, several, len(args))
+        kwargs = _each("sample_kwargs", sample_kwargs, (Mapping,), several, len(args))
     if not fns:
         return ()
     schedule = schedule_of((1, -1) if given.order is None else given.order, len(fns), len(args))
@@ -91,10 +90,9 @@ def make_graphed_callables(
             f"make_graphed_callables: capture_time_hooks has {len(hooks)} entries for {len(fns)} callables. Give one each, "
             "None where there is nothing to run."
         )
-    named: list[Any] = [()] * len(fns)
-    if not several or not _is_tuple(modules) or modules:
-        form = "a tuple of the modules that a function uses, as in modules=(model,)"
-        named = _each("modules", modules, _are_modules, form, several, len(fns))
+    named = [()] * len(fns)
+    if modules or not several:
+        named = _each("modules", modules, (tuple, list), several, len(fns))
     by_module = given.order is None
     targets = [
         Target(fn, named[i], i if several else None, copied=by_module) for i, fn in enumerate(fns)
@@ -156,36 +154,18 @@ def _record(
 
 
 def _each(
-    what: str,
-    given: Any,
-    fits: Callable[[Any], bool],
-    form: str,
-    several: bool,
-    count: int | None = None,
+    what: str, given: Any, kinds: tuple[type, ...], several: bool, count: int | None = None
 ) -> list[Any]:
     """Return what was given, for each callable or sample."""
     found = given if several else [given]
-    if not _is_tuple(found) or not all(map(fits, found)) or len(found) != (count or len(found)):
-        entries = given if _is_tuple(given) else ()
-        inner = " of " * bool(entries) + ", ".join(type(each).__name__ for each in entries[:5])
-        number = f"{count} of these" if count else "one of these for each"
-        wanted = f", and {number} in a tuple" if several else ""
+    fits = isinstance(found, tuple | list) and all(isinstance(each, kinds) for each in found)
+    if not fits or (count is not None and len(found) != count):
+        form = f"a {kinds[0].__name__.lower()}" + " for each callable or sample" * several
+        entries = [type(each).__name__ for each in found] if isinstance(found, tuple | list) else []
         raise GraphedArgumentError(
-            f"make_graphed_callables: {what} must be {form}{wanted}, got {type(given).__name__}{inner}."
+            f"make_graphed_callables: {what} must be {form}, got {', '.join(entries) or type(given).__name__}."
         )
     return list(found)
-
-
-def _is_tuple(value: object) -> bool:
-    return isinstance(value, tuple | list)
-
-
-def _is_kwargs(value: object) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
-
-
-def _are_modules(value: Any) -> bool:
-    return _is_tuple(value) and all(isinstance(module, torch.nn.Module) for module in value)
 
 
 def _device(samples: Any, targets: Sequence[Target]) -> torch.device:

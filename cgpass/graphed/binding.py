@@ -156,8 +156,9 @@ def _names(args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int) -> list
         pairs, _ = pytree.tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
     except ValueError:  # some node does not tell what its children are called
         return [f"leaf {n} of the arguments" for n in range(count)]
-    roots = ("args", "kwargs")
-    return [f"{roots[path[0].idx]}{pytree.keystr(path[1:])}" for path, _ in pairs]
+    roots = {"[0]": "args", "[1]": "kwargs"}
+    paths = [(pytree.keystr(path[:1]), pytree.keystr(path[1:])) for path, _ in pairs]
+    return [roots[root] + rest for root, rest in paths]
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ class Differentiated:
         places: set[int] = set()
         for node, each in self._saved_tensors():
             is_opaque |= type(node).__name__ == "CppFunction"
-            tensor = None if each is None else torch_private.saved_tensor(each)
+            tensor: Any = None if each is None else torch_private.saved_tensor(each)
             if id(tensor) in numbers:
                 self.read.add(numbers[id(tensor)])
             elif self._can_be_taken(tensor):

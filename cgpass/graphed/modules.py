@@ -67,6 +67,11 @@ class Target:
             self.modules.insert(0, owner)
         is_forward = self.is_module or getattr(self.run, "__name__", "") == "forward"
         self._around = owner if is_forward else None
+        strange = [each for each in self.modules if not isinstance(each, torch.nn.Module)]
+        if strange:
+            raise self._refusal(
+                f"was given with {type(strange[0]).__name__} among its modules. Give modules, as in modules=(model,)"
+            )
         for path, inner in _named(self.modules):
             kinds = {base.__name__ for base in type(inner).__mro__ if "torch." in base.__module__}
             kind = type(inner).__name__ + f" at {path!r}" * bool(path)

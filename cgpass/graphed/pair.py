@@ -49,11 +49,9 @@ class Call:
     __slots__ = ("__weakref__", "members", "name", "pair", "position")
 
     def __init__(self, pair: "Pair", members: list[torch.Tensor], position: Any) -> None:
+        """Args: members: Parameters and buffers of the forward, held as autograd would."""
         self.pair: Pair | None = pair
-        self.name = pair.description.name
-        self.members = members
-        """Parameters and buffers of the forward, held as autograd would."""
-        self.position = position
+        self.name, self.members, self.position = pair.description.name, members, position
 
     def settle(self) -> None:
         """Nothing more is to come."""
@@ -108,7 +106,7 @@ class Pair:
         owner.begin_recording(self._slot)
         before = owner.driver.live_blocks(self._slot)
         kinds = [InputKind.COPIED] * num_inputs + [InputKind.STATIC] * len(members)
-        args = [*samples, *members, *self._generators]
+        args: list[Any] = [*samples, *members, *self._generators]
         self.forward = forward = self._record(fn, args, kinds, "forward")
         assert d.structure is not None
         self.structure = d.structure
@@ -146,8 +144,6 @@ class Pair:
         self._wanted = tuple(sorted(graph.reached))
         self._edges = tuple(range(len(self._wanted)))
         self._take_wanted, self._take_read = fast.taker(self._wanted), fast.taker(tuple(graph.read))
-        self._wanted_inputs = [i for i in self._wanted if i < num_inputs]
-        self._wants_always = any(i >= num_inputs for i in self._wanted)
         self.take = fast.taker(self.statics.firsts())
         """Takes each parameter and buffer once."""
 
@@ -250,13 +246,12 @@ class Pair:
         for k in self._counted:
             torch.autograd.graph.increment_version(members[k])
         results, saved = outputs[: self._num_results], outputs[self._num_results :]
-        wants = self._wants_always or any(tensors[i].requires_grad for i in self._wanted_inputs)
-        if not with_grad or not wants or not graph.with_grad:
+        wanted = self._take_wanted([*tensors, *members])
+        if not with_grad or not graph.with_grad or not any(t.requires_grad for t in wanted):
             return results
         call = Call(self, members, position)
         self._call = weakref.ref(call)
         checked = [*saved, *self._take_read(members)]
-        wanted = self._take_wanted([*tensors, *members])
         where = wanted, self._edges, results, graph.with_grad
         fast.attach(_run_backward, call, *where, checked, (), "GraphedBackward")
         for n in self._given:
@@ -271,16 +266,18 @@ class Pair:
             args = [*saved[: self._num_saved], *call.members, *grads, *self._generators]
             saved.clear()
             grads.clear()
-            if backward is None or not self._is_in_place(args, backward):
+            is_due = False
+            if backward is not None and self._is_in_place(args, backward):
+                if call.position is not None:
+                    self.states.rewind(call.position)
+                found = self._replay(backward, args)
+                is_due = self._weight_grads is not None
+            else:
                 if backward is not None:
                     d.tell("runs a backward without a graph: its parameters moved.")
                 d.stats.plain_calls += 1
-                return list(self._run_graph(args))
-            if call.position is not None:
-                self.states.rewind(call.position)
-            found = self._replay(backward, args)
-            args.clear()
-            if self._weight_grads is not None:
+                found = self._run_graph(args)
+            if is_due:
                 d.due.append(call)
             elif ends and not torch_private.keeps_graph():
                 call.settle()
@@ -309,6 +306,7 @@ class Pair:
         if not owner.is_safe(recording):
             owner.rescue(recording)
         outputs = recording.run(args)
+        args.clear()
         stats.replays += 1
         stats.copied_bytes += recording.copied_bytes
         owner.note_handed_out(recording)
