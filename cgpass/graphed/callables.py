@@ -288,7 +288,7 @@ class GraphedFunction:
 
     def note_result(self, result: Any) -> None:
         """Look at a result: each call gets one made as this."""
-        structure, before = OutputStructure.of(result), self.structure
+        structure, before = OutputStructure(result), self.structure
         if before is not None and not structure.is_like(before):
             raise self._refusal(
                 "returned another structure than in the run before. What it returns may not depend on how often it ran"
