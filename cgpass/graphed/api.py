@@ -1,7 +1,7 @@
 """`cgpass.make_graphed_callables`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -17,12 +17,8 @@ from cgpass.graphed.schedule import Schedule, schedule_of
 from cgpass.options import current_defaults
 from cgpass.runtime import native
 from cgpass.runtime.changes import mend, open_modes
-from cgpass.runtime.driver import CUDADriver
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.simulated import SimulatedDriver
-
-if TYPE_CHECKING:
-    from cgpass.runtime.driver import GraphDriver
+from cgpass.runtime.simulated import driver_for
 
 
 def make_graphed_callables(
@@ -181,16 +177,11 @@ def _device(samples: Any, targets: Sequence[Target]) -> torch.device:
 
 def _owner(options: GraphedOptions, device: torch.device) -> Owner | None:
     """Return what records; None if nothing is to be recorded."""
-    driver: GraphDriver
-    if options.driver == "none" or (options.driver == "auto" and device.type != "cuda"):
+    pool = getattr(options.pool, "id", options.pool)
+    try:
+        driver = driver_for(options.driver, device, pool=pool, stream=options.stream)
+    except DriverUnavailableError as error:
+        raise DriverUnavailableError(f"make_graphed_callables: {error}") from None
+    if driver is None:
         return None
-    if options.driver == "simulated" and device.type == "cpu":
-        driver = SimulatedDriver(device)
-    elif options.driver != "simulated" and device.type == "cuda":
-        pool = getattr(options.pool, "id", options.pool)
-        driver = CUDADriver(device, pool=pool, stream=options.stream)
-    else:
-        raise DriverUnavailableError(
-            f'make_graphed_callables: driver="{options.driver}" can\'t record on {device}; use driver="auto".'
-        )
     return Owner(driver) if native.loader.wait(current_defaults().progress) else None

@@ -84,11 +84,7 @@ def check(way, changes, *, usual=EACH - 1, **settings):
         pytest.fail(
             f"frozen: {next((name for end, name in program.names if first < end), 'state')}"
         )
-    device = way.device.type
-    assert whole == {
-        name: number[device] if isinstance(number, dict) else number
-        for name, (_, number) in changes.items()
-    }
+    assert whole == {name: number for name, (_, number) in changes.items()}
 
 
 def number(name, value):
@@ -285,9 +281,6 @@ def test_groups_states_and_tensors(way):
     check(way, TENSORS, make=Net, max_norm=1.0)
 
 
-ON_THE_HOST = {"cpu": 3, "cuda": 0}
-"""A Python float that changes becomes a tensor on the CPU."""
-
 ATTRIBUTES = {
     "a name": attribute("name", "tanh"),
     "an item": lambda t: t.module.table.append(0.5),
@@ -298,9 +291,10 @@ ATTRIBUTES = {
     "a tensor": (lambda t: setattr(t.module, "plain", t.module.plain * 0 + 0.5), 4),
     "eval": lambda t: t.module.eval(),
     "train": (lambda t: t.module.train(), 4),
-    "dropout": (lambda t: setattr(t.module.dropout, "p", 0.1), ON_THE_HOST),
+    "dropout": lambda t: setattr(t.module.dropout, "p", 0.1),
     "forward": lambda t: setattr(t.module.dropout, "forward", lambda x: x * 2),
-    "a number": (attribute("scale", 2.5), ON_THE_HOST),
+    "a number": attribute("scale", 2.5),
+    "another number": (attribute("scale", 1.25), 4),
 }
 
 
