@@ -7,13 +7,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cgpass.errors import DriverUnavailableError, GraphedArgumentError
+from cgpass.graphed.around import prepared
 from cgpass.graphed.binding import Binding
 from cgpass.graphed.callables import GraphedFunction
 from cgpass.graphed.modules import Target
-from cgpass.graphed.options import GraphedOptions, Hooks, run_hook
+from cgpass.graphed.options import GraphedOptions, run_hook
 from cgpass.graphed.pair import Pair
 from cgpass.graphed.schedule import Schedule, schedule_of
-from cgpass.graphed.warmup import Pass, prepared
 from cgpass.options import current_defaults
 from cgpass.runtime import native
 from cgpass.runtime.changes import mend, open_modes
@@ -72,11 +72,10 @@ def make_graphed_callables(
     given = GraphedOptions.parse(options)
     several = isinstance(callables, tuple)
     fns = callables if isinstance(callables, tuple) else (callables,)
-    args = _each("sample_args", sample_args, _is_tuple, "a tuple of arguments", several)
-    kwargs: list[Any] = [{}] * len(args)
+    args = _each("sample_args", sample_args, (tuple, list), several)
+    kwargs = [{}] * len(args)
     if sample_kwargs is not None:
-        form = "a dict with names for keys"
-        kwargs = _each("sample_kwargs", sample_kwargs, _is_kwargs, form, several, len(args))
+        kwargs = _each("sample_kwargs", sample_kwargs, (Mapping,), several, len(args))
     if not fns:
         return ()
     schedule = schedule_of((1, -1) if given.order is None else given.order, len(fns), len(args))
@@ -87,28 +86,25 @@ def make_graphed_callables(
             f"make_graphed_callables: capture_time_hooks has {len(hooks)} entries for {len(fns)} callables. Give one each, "
             "None where there is nothing to run."
         )
-    named: list[Any] = [()] * len(fns)
-    if not several or not _is_tuple(modules) or modules:
-        form = "a tuple of the modules that a function uses, as in modules=(model,)"
-        named = _each("modules", modules, _are_modules, form, several, len(fns))
+    named = [()] * len(fns)
+    if modules or not several:
+        named = _each("modules", modules, (tuple, list), several, len(fns))
     by_module = given.order is None
     targets = [
         Target(fn, named[i], i if several else None, copied=by_module) for i, fn in enumerate(fns)
     ]
     device = _device((args, kwargs), targets)
-    passes = [
-        Pass(
-            targets[i],
-            Binding(targets[i].name, tuple(args[number]), kwargs[number], device),
-            hooks[i],
-            given,
-        )
+    bindings = [
+        Binding(targets[i].name, tuple(args[number]), kwargs[number], device)
         for number, i in enumerate(schedule.callables)
     ]
     owner = _owner(given, device)  # after all that may refuse
-    functions = [GraphedFunction(each, owner) for each in passes]
+    functions = [
+        GraphedFunction(targets[i], binding, hooks[i], given, owner)
+        for i, binding in zip(schedule.callables, bindings, strict=True)
+    ]
     if owner is not None:
-        _record(owner, schedule, functions, given.warmup_hooks)
+        _record(owner, schedule, functions, given)
     results: list[Any] = list(functions)
     for number, i in enumerate(schedule.callables):
         if by_module and targets[i].is_module:
@@ -120,24 +116,23 @@ def _record(
     owner: Owner,
     schedule: Schedule,
     functions: list[GraphedFunction],
-    around_warmups: Hooks | None,
+    options: GraphedOptions,
 ) -> None:
     """Warm every forward up, with its backward, and record all, with what is held meanwhile as in a training step.
 
     Results and saved tensors are held until their backward, gradients until the next one, and those of each callable's
     first backward to the end: whatever is recorded meanwhile lies elsewhere.
     """
-    passes = [function.description for function in functions]
     held: dict[int, tuple[Any, ...]] = {}
     grads: dict[int, Any] = {}
     try:
-        with prepared(passes[0], owner.driver.device), owner.lock, torch.no_grad():
-            pairs = [Pair(d, owner, None if d.backward_dw else 0) for d in passes]
-            run_hook(around_warmups, "pre_warmup")
+        with prepared(options, owner.driver.device), owner.lock, torch.no_grad():
+            pairs = [Pair(d, owner, None if d.makes_weight_grads else 0) for d in functions]
+            run_hook(options.warmup_hooks, "pre_warmup")
             for number in [number for is_forward, number in schedule.steps if is_forward]:
-                d, states = passes[number], pairs[number].states
-                d.warm_up(owner.driver, states, d.options.num_warmup_iters, pool=True)
-            run_hook(around_warmups, "post_warmup")
+                d, states = functions[number], pairs[number].states
+                d.warm_up(owner.driver, states, options.num_warmup_iters, pool=True)
+            run_hook(options.warmup_hooks, "post_warmup")
             for is_forward, number in schedule.steps:
                 if is_forward:
                     held[number] = pairs[number].record_forward()
@@ -155,36 +150,18 @@ def _record(
 
 
 def _each(
-    what: str,
-    given: Any,
-    fits: Callable[[Any], bool],
-    form: str,
-    several: bool,
-    count: int | None = None,
+    what: str, given: Any, kinds: tuple[type, ...], several: bool, count: int | None = None
 ) -> list[Any]:
     """Return what was given, for each callable or sample."""
     found = given if several else [given]
-    if not _is_tuple(found) or not all(map(fits, found)) or len(found) != (count or len(found)):
-        entries = given if _is_tuple(given) else ()
-        inner = " of " * bool(entries) + ", ".join(type(each).__name__ for each in entries[:5])
-        number = f"{count} of these" if count else "one of these for each"
-        wanted = f", and {number} in a tuple" if several else ""
+    fits = isinstance(found, tuple | list) and all(isinstance(each, kinds) for each in found)
+    if not fits or (count is not None and len(found) != count):
+        form = f"a {kinds[0].__name__.lower()}" + " for each callable or sample" * several
+        entries = [type(each).__name__ for each in found] if isinstance(found, tuple | list) else []
         raise GraphedArgumentError(
-            f"make_graphed_callables: {what} must be {form}{wanted}, got {type(given).__name__}{inner}."
+            f"make_graphed_callables: {what} must be {form}, got {', '.join(entries) or type(given).__name__}."
         )
     return list(found)
-
-
-def _is_tuple(value: object) -> bool:
-    return isinstance(value, tuple | list)
-
-
-def _is_kwargs(value: object) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
-
-
-def _are_modules(value: Any) -> bool:
-    return _is_tuple(value) and all(isinstance(module, torch.nn.Module) for module in value)
 
 
 def _device(samples: Any, targets: Sequence[Target]) -> torch.device:

@@ -1,7 +1,6 @@
 """Arguments and results: how a call's fit the sample that a callable was recorded with, how results are made anew."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -88,7 +87,7 @@ class Binding:
         for i, value in self._constants:
             if not equal(leaves[i], value):
                 raise InputError(
-                    f"{self._name}: {self._names[i]} was {_short(value)} when it was recorded and is {_short(leaves[i])} "
+                    f"{self._name}: {self._names[i]} was {value!r:.60} when it was recorded and is {leaves[i]!r:.60} "
                     "now; the graph has the recorded value in it. Pass the same, or record another callable for it."
                 )
         return [leaves[i] for i in self._places]
@@ -139,11 +138,6 @@ def _dense(sample: torch.Tensor) -> torch.Tensor:
     return dense.requires_grad_(sample.requires_grad)
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _flattened(
     args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], pytree.TreeSpec]:
@@ -156,54 +150,38 @@ def _names(args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int) -> list
         pairs, _ = pytree.tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
     except ValueError:  # some node does not tell what its children are called
         return [f"leaf {n} of the arguments" for n in range(count)]
-    roots = ("args", "kwargs")
-    return [f"{roots[path[0].idx]}{pytree.keystr(path[1:])}" for path, _ in pairs]
+    roots = {"[0]": "args", "[1]": "kwargs"}
+    paths = [(pytree.keystr(path[:1]), pytree.keystr(path[1:])) for path, _ in pairs]
+    return [roots[root] + rest for root, rest in paths]
 
 
-@dataclass(frozen=True)
 class OutputStructure:
-    """How a callable's result is made of the graph's outputs."""
+    """How a callable's result is made of the graph's outputs; holds none of its tensors."""
 
-    spec: pytree.TreeSpec
-    leaves: tuple[Any, ...]
-    """Those that are no tensors, in their places."""
-    places: tuple[tuple[int, int], ...]
-    """Places of tensors, and which one is there: one that is there several times is one."""
-    plain: str = ""
-    """"tensor" or "tuple", where the result is only that."""
-
-    @classmethod
-    def of(cls, result: Any) -> "OutputStructure":
-        """The structure of a result; holds none of its tensors."""
-        leaves, spec = pytree.tree_flatten(result)
+    def __init__(self, result: Any) -> None:
+        leaves, self._spec = pytree.tree_flatten(result)
         numbers: dict[int, int] = {}
-        places = tuple(
+        self._places = [
             (i, numbers.setdefault(id(leaf), len(numbers)))
             for i, leaf in enumerate(leaves)
             if isinstance(leaf, torch.Tensor)
-        )
-        plain = ""
-        if isinstance(result, torch.Tensor):
-            plain = "tensor"
-        elif type(result) is tuple and len(numbers) == len(result) == len(leaves):
-            plain = "tuple"
-        kept = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        return cls(spec, kept, places, plain)
+        ]
+        """Places of tensors, and which one is there: one that is there several times is one."""
+        self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._is_tensor = isinstance(result, torch.Tensor)
 
     def is_like(self, other: "OutputStructure") -> bool:
         """Tell whether tensors are in the same places among as many leaves; these and the nodes may be others."""
-        return self.places == other.places and len(self.leaves) == len(other.leaves)
+        return self._places == other._places and len(self._leaves) == len(other._leaves)
 
     def build(self, tensors: Sequence[torch.Tensor]) -> Any:
         """A result with these tensors."""
-        if self.plain == "tensor":
+        if self._is_tensor:
             return tensors[0]
-        if self.plain == "tuple":
-            return tuple(tensors)
-        leaves = list(self.leaves)
-        for place, number in self.places:
+        leaves = self._leaves.copy()
+        for place, number in self._places:
             leaves[place] = tensors[number]
-        return pytree.tree_unflatten(leaves, self.spec)
+        return pytree.tree_unflatten(leaves, self._spec)
 
 
 def firsts(objects: Sequence[Any]) -> list[int]:

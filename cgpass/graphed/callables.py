@@ -2,21 +2,33 @@
 
 import contextlib
 import logging
+import weakref
+from collections import deque
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
-from cgpass.errors import CaptureError
-from cgpass.graphed.modules import Statics
-from cgpass.graphed.pair import Pair, in_place
-from cgpass.graphed.warmup import Pass, prepared
+from cgpass.errors import CaptureError, GraphedArgumentError
+from cgpass.graphed.around import in_place, no_autocast_cache, prepared
+from cgpass.graphed.binding import Binding, OutputStructure, equal
+from cgpass.graphed.differentiated import Differentiated
+from cgpass.graphed.modules import Statics, Target
+from cgpass.graphed.options import GraphedOptions, Hooks, run_hook
+from cgpass.graphed.pair import Pair
+from cgpass.recompute.states import CheckpointStates
 from cgpass.runtime import fast
 from cgpass.runtime.changes import mend, open_modes
+from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.owner import Owner
+from cgpass.telemetry import new_call_stats
 
 log = logging.getLogger(__name__)
+
+_OPAQUE = (torch.Tensor, bool, int, float, complex, str, bytes)
 
 Key = tuple[Statics, bytes, bytes]
 """Where parameters and buffers are found, where they lie, and which of them require grad."""
@@ -25,31 +37,62 @@ Key = tuple[Statics, bytes, bytes]
 class GraphedFunction:
     """Runs one callable from its recordings, or without a graph where that would be wrong: see `_why_plain`."""
 
-    def __init__(self, description: Pass, owner: Owner | None) -> None:
-        """Args: description: what is called. owner: what records; None to run without a graph always."""
-        self.description = description
-        self._owner = owner
-        self.ungraphed: Any = description.run
+    def __init__(
+        self,
+        target: Target,
+        binding: Binding,
+        hooks: Hooks | None,
+        options: GraphedOptions,
+        owner: Owner | None,
+    ) -> None:
+        """Args: owner: what records; None to run without a graph always."""
+        self.name = self.__name__ = target.name
+        self.ungraphed: Callable[..., Any] = target.run
         """What runs the callable without a graph."""
-        self.stats = description.stats
+        self.stats = new_call_stats(target.name)
         """Counts of calls, recordings and replays."""
+        self.binding, self.hooks, self.options = binding, hooks, options
+        self.with_grad = torch.is_grad_enabled()
+        """True if a backward is recorded where results require grad."""
+        self.makes_weight_grads = target.backward_dw
+        """What makes the gradients that the backward leaves out, of weights, by filling their `.grad`."""
+        self.structure: OutputStructure | None = None
+        """Of the last run's result."""
+        self.keeps_inputs = False
+        """See `Differentiated.keeps_inputs`."""
+        self.due: deque[Any] = deque()
+        """Calls whose backward ran, but not yet what was split off, oldest first."""
+        self._target, self._owner = target, owner
+        self._objects: list[Any] | None = None
+        self._told: set[str] = set()
         self._pairs: dict[Key, list[Pair]] = {}
-        self._last: Key | None = None
         self._num_rerecords = 0
-        self._device_type = "cpu" if owner is None else owner.driver.device.type
         self._settings = self._settings_now()
-        self.__name__ = description.name
+        self._find_statics()
         if owner is not None:
             free = self._free
             owner.add(
                 SimpleNamespace(close=free, forget_recordings=free, forget_failures=lambda: None)
             )
 
+    def _find_statics(self) -> None:
+        """Look for parameters and buffers, once more when modules have other members than they had."""
+        self.statics = self._target.statics(self.binding.device)
+
+    def run_hook(self, name: str, *args: Any) -> None:
+        """Run a capture-time hook."""
+        run_hook(self.hooks, name, self._target.given, *args)
+
+    def tell(self, what: str) -> None:
+        """Log once what makes calls slower than they could be."""
+        if what not in self._told:
+            self._told.add(what)
+            log.warning("%s %s", self.name, what)
+
     def add(self, pair: Pair) -> None:
         """Take a recording."""
         key = pair.statics, pair.key, fast.requiring_grad(pair.statics.now())
         self._pairs.setdefault(key, []).append(pair)
-        self._last = key
 
     # ---- a call
 
@@ -75,14 +118,14 @@ class GraphedFunction:
             raise
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        owner, d = self._owner, self.description
-        d.stats.calls += 1
+        owner = self._owner
+        self.stats.calls += 1
         if owner is not None:
             owner.mend()
         if owner is None or owner.closed or owner.driver.is_capturing():
             return self._run_plainly(None, args, kwargs)
         why = self._why_plain()
-        tensors = d.binding.bind(args, kwargs) if why is None else None
+        tensors = self.binding.bind(args, kwargs) if why is None else None
         if tensors is None:
             why = why or "other arguments are one tensor than in the sample"
             return self._run_plainly(why, args, kwargs)
@@ -98,24 +141,21 @@ class GraphedFunction:
 
     def _settings_now(self) -> tuple[Any, ...]:
         """Return what is in the graph of the settings around a call."""
-        tracker, on = (
-            self.description.options.rng_tracker,
-            torch.is_autocast_enabled(self._device_type),
-        )
-        dtype = torch.get_autocast_dtype(self._device_type) if on else None
+        tracker, kind = self.options.rng_tracker, self.binding.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return dtype, tracker and tracker.current
 
     def _why_plain(self) -> str | None:
         """Why a call can't be replayed with settings and modules as they are; None if it can."""
-        statics = self.description.statics
+        statics = self.statics
         if _is_watched():
             return "a transform, a tracer or a dispatch mode, which would not see a replay, is on"
         if self._settings_now() != self._settings:
             return "it was recorded under other autocast settings, or in another fork of its rng_tracker"
-        if torch.is_grad_enabled() and not self.description.with_grad:
+        if torch.is_grad_enabled() and not self.with_grad:
             return "it was recorded under torch.no_grad()"
         if not self._pairs:
-            self.description.find_statics()
+            self._find_statics()
         elif not statics.unchanged():
             return (
                 f"{statics.changes()} changed since it was recorded (reset() has it recorded again)"
@@ -124,7 +164,7 @@ class GraphedFunction:
 
     def _pair(self, owner: Owner) -> tuple[Pair | None, list[torch.Tensor]]:
         """The pair to be replayed, and parameters and buffers as they are."""
-        statics = self.description.statics
+        statics = self.statics
         try:
             now = statics.now()
             key = statics, fast.layouts(now), fast.requiring_grad(now)
@@ -136,48 +176,153 @@ class GraphedFunction:
             pair = self._record_again(owner, key, held=bool(pairs))
         elif not owner.is_safe(pair.forward):
             owner.rescue(pair.forward)
-        self._last = key if pair is not None else self._last
         return pair, now if pair is None else pair.take(now)
 
     def _run_plainly(self, why: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.description.stats.plain_calls += 1
+        self.stats.plain_calls += 1
         if why is not None:
-            self.description.tell(f"runs without a graph: {why}.")
+            self.tell(f"runs without a graph: {why}.")
         return self.ungraphed(*args, **kwargs)
 
     # ---- recording again
 
     def _record_again(self, owner: Owner, key: Key, *, held: bool) -> Pair | None:
         """Record for parameters elsewhere, or beside what a pending call needs; None if that can't be."""
-        d, old = self.description, self._last
-        if old is not None:
+        again = bool(self._pairs)
+        if again:
             # Parameters that are computed in each call (functional_call) lie elsewhere each time.
             is_computed = any(t.grad_fn is not None for t in key[0].now())
-            if self._num_rerecords >= d.options.max_rerecords or is_computed:
+            if self._num_rerecords >= self.options.max_rerecords or is_computed:
                 return None
             self._num_rerecords += 1
-            d.stats.rerecordings += 1
+            self.stats.rerecordings += 1
             why = "tensors kept beside autograd wait for their backward"
             why = why if held else "parameters or buffers moved"
-            log.info("%s records again (%d): %s", d.name, self._num_rerecords, why)
-        pair = Pair(d, owner)
+            log.info("%s records again (%d): %s", self.name, self._num_rerecords, why)
+        pair = Pair(self, owner)
         owner.driver.prepare_thread()
-        hooked = in_place(key[0]) if d.hooks else contextlib.nullcontext()
+        hooked = in_place(key[0]) if self.hooks else contextlib.nullcontext()
         try:
-            with hooked, prepared(d, owner.driver.device), torch.no_grad():
-                d.warm_up(owner.driver, pair.states, 1, pool=False)
+            with hooked, prepared(self.options, owner.driver.device), torch.no_grad():
+                self.warm_up(owner.driver, pair.states, 1, pool=False)
                 pair.record()
         except BaseException as error:
             pair.close()
-            if old is None or not isinstance(error, CaptureError):
+            if not again or not isinstance(error, CaptureError):
                 raise
-            d.tell(f"runs without a graph: {str(error).rstrip('.')}.")
-            self._num_rerecords = d.options.max_rerecords
+            self.tell(f"runs without a graph: {str(error).rstrip('.')}.")
+            self._num_rerecords = self.options.max_rerecords
             return None
         self.add(pair)
         # Hooks may move parameters: where they had them, this call's own may never be.
         same = pair.statics is key[0] and pair.key == key[1] == fast.layouts(key[0].now())
-        return pair if same or old is None else None
+        return pair if same or not again else None
+
+    # ---- warm-ups
+
+    def warm_up(
+        self, driver: GraphDriver, states: CheckpointStates, iterations: int, *, pool: bool
+    ) -> None:
+        """Run forward and backward on copies, and note what they do; in the pool, if nothing was recorded there yet."""
+        run = driver.warm_up if pool else lambda fn, args: fn(args)
+        number, self._objects, self.structure = 0, None, None
+        while number < iterations:
+            number += 1
+            strangers = self._warm_up_once(run, states)
+            self.stats.warmups += 1
+            if self.statics.unchanged():
+                self._refuse([leaf for ref in strangers if (leaf := ref()) is not None])
+            else:  # by a first call
+                self._find_statics()
+                iterations = max(iterations, 2)
+
+    def _warm_up_once(
+        self, run: Callable[..., Any], states: CheckpointStates
+    ) -> list[weakref.ref[torch.Tensor]]:
+        """Returns leaves that are neither arguments nor parameters."""
+        samples = [sample.detach().clone() for sample in self.binding.samples]
+        args, kwargs = self.binding.call(samples)
+        self.run_hook("pre_forward", args, kwargs)
+        members = [t.detach().clone() for t in self.statics.distinct()]
+        graph = Differentiated(self, warms_up=True)
+
+        def forward(_: list[Any]) -> list[Any]:
+            with no_autocast_cache(), states:
+                return graph.forward(samples, members)
+
+        outputs = run(forward, [])
+        self.note_result(graph.result)
+        assert self.structure is not None
+        for i in graph.written:
+            if i < len(samples) and self.binding.requires_grad[i]:
+                raise self._refusal(
+                    f"writes {self._name_of(i)} in place, which requires grad. Have it write a copy"
+                )
+        saved = graph.separate()
+        self.keeps_inputs |= graph.keeps_inputs
+        strangers = [weakref.ref(leaf) for leaf in graph.strangers]
+        graph.strangers.clear()
+        self.run_hook("forward", args, kwargs, self.structure.build(outputs))
+        if not graph.with_grad:
+            return strangers
+        self.run_hook("pre_backward")
+        wanted = [i for i, leaf in enumerate(graph.leaves) if leaf.requires_grad]
+        given = [torch.zeros_like(outputs[i]) for i in graph.with_grad]
+        del outputs
+
+        def backward(_: list[Any]) -> list[Any]:
+            with no_autocast_cache():
+                return graph.backward(saved, given, members, wanted)
+
+        for i, grad in zip(wanted, run(backward, []), strict=True):
+            if grad is not None and grad.layout is not torch.strided:
+                raise self._refusal(
+                    f"gives {self._name_of(i)} a gradient of layout {grad.layout}. Have it make dense ones"
+                )
+        if self.makes_weight_grads is not None:
+            graph.weight_grads(self.makes_weight_grads, members)
+        self.run_hook("backward")
+        return strangers
+
+    # ---- results
+
+    def note_result(self, result: Any) -> None:
+        """Look at a result: each call gets one made as this."""
+        structure, before = OutputStructure(result), self.structure
+        if before is not None and not structure.is_like(before):
+            raise self._refusal(
+                "returned another structure than in the run before. What it returns may not depend on how often it ran"
+            )
+        found = [leaf for leaf in pytree.tree_leaves(result) if not isinstance(leaf, _OPAQUE)]
+        for now, then in zip(found, self._objects or found, strict=False):
+            if not equal(now, then):
+                raise self._refusal(
+                    f"returns a {type(now).__name__} that it makes anew in each run and that is no pytree node. Return "
+                    "the tensors themselves, or register the class (torch.utils._pytree.register_dataclass)"
+                )
+        self.structure, self._objects = structure, found
+
+    # ---- refusals
+
+    def _refusal(self, why: str) -> GraphedArgumentError:
+        return GraphedArgumentError(f"make_graphed_callables: {self.name} {why}.")
+
+    def _name_of(self, leaf: int) -> str:
+        """Return what the user calls an argument, or a parameter after them."""
+        names = self.binding.names
+        named = [f"parameter {name}" for name in self.statics.distinct_names()]
+        return [*names, *named][leaf]
+
+    def _refuse(self, strangers: list[torch.Tensor]) -> None:
+        """Refuse what is used and not named; a leaf without elements the run may have made."""
+        own = set(map(id, self.statics.now()))
+        for leaf in strangers:
+            if id(leaf) in own or leaf.numel():
+                raise self._refusal(
+                    f"uses a tensor of shape {list(leaf.shape)} that requires grad and is neither an argument nor read as "
+                    "an attribute of its modules. Name the module that has it, as in make_graphed_callables(fn, "
+                    "sample_args, modules=(model,)), and read it there, or pass it as an argument"
+                )
 
     # ---- end
 
@@ -185,9 +330,8 @@ class GraphedFunction:
         for pair in [pair for pairs in self._pairs.values() for pair in pairs]:
             pair.close()
         self._pairs.clear()
-        self._last = None
         self._num_rerecords = 0
-        self.description.told.clear()
+        self._told.clear()
 
     def reset(self) -> None:
         """Free the graphs and their memory. The next call records again, capture-time hooks included."""
@@ -207,20 +351,20 @@ class GraphedFunction:
     @property
     def splits_backward(self) -> bool:
         """True if the callable computes its weights' gradients apart."""
-        return self.description.backward_dw is not None
+        return self.makes_weight_grads is not None
 
     def backward_dw(self) -> None:
         """Make what the oldest backward that lacks it left out: the weights' gradients, added to their `.grad`.
 
         A backward that ran without a graph is the callable's own to complete.
         """
-        due = self.description.due
+        due = self.due
         if due:
             call = due.popleft()
             call.pair.run_weight_grads(call)
         else:
-            assert self.description.backward_dw is not None
-            self.description.backward_dw()
+            assert self.makes_weight_grads is not None
+            self.makes_weight_grads()
 
 
 @torch_private.outside_dynamo

@@ -47,8 +47,8 @@ class Differentiated:
     """One run of a callable under autograd, and its backward as a function."""
 
     def __init__(self, d: Any, *, warms_up: bool = False) -> None:
-        """Describe a run of `d`, a `Pass`. See Note [A backward with explicit saved tensors]."""
-        self._run = d.run
+        """Describe a run of `d`, a `GraphedFunction`. See Note [A backward with explicit saved tensors]."""
+        self._run = d.ungraphed
         self._name = d.name
         self._binding: Binding = d.binding
         self._statics: Statics = d.statics
@@ -123,7 +123,7 @@ class Differentiated:
         places: set[int] = set()
         for node, each in self._saved_tensors():
             is_opaque |= type(node).__name__ == "CppFunction"
-            tensor = None if each is None else torch_private.saved_tensor(each)
+            tensor: Any = None if each is None else torch_private.saved_tensor(each)
             if id(tensor) in numbers:
                 self.read.add(numbers[id(tensor)])
             elif self._can_be_taken(tensor):

@@ -67,6 +67,11 @@ class Target:
             self.modules.insert(0, owner)
         is_forward = self.is_module or getattr(self.run, "__name__", "") == "forward"
         self._around = owner if is_forward else None
+        strange = [each for each in self.modules if not isinstance(each, torch.nn.Module)]
+        if strange:
+            raise self._refusal(
+                f"was given with {type(strange[0]).__name__} among its modules. Give modules, as in modules=(model,)"
+            )
         for path, inner in _named(self.modules):
             kinds = {base.__name__ for base in type(inner).__mro__ if "torch." in base.__module__}
             kind = type(inner).__name__ + f" at {path!r}" * bool(path)
@@ -258,8 +263,7 @@ class Statics:
 
     def distinct(self) -> list[torch.Tensor]:
         """The tensors as they are, each once."""
-        now = self.now()
-        return [now[i] for i in self.firsts()]
+        return list({id(tensor): tensor for tensor in self.now()}.values())
 
     def distinct_names(self) -> list[str]:
         """The first name of each of them."""
@@ -292,10 +296,6 @@ def _entry(holder: Any, key: Any) -> Any:
 
 
 def _named(modules: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
-    """All modules in some, each once, with their paths: empty ones for those that are in no other one."""
-    found: dict[int, tuple[str, torch.nn.Module]] = {}
-    for top in modules:
-        for path, inner in top.named_modules():
-            if not found.get(id(inner), ("", inner))[0]:
-                found[id(inner)] = (path, inner)
-    return list(found.values())
+    """All modules in some, each once, with their paths."""
+    found = [(path, inner) for top in modules for path, inner in top.named_modules()]
+    return list({id(inner): (path, inner) for path, inner in reversed(found)}.values())[::-1]

@@ -15,17 +15,16 @@ Note [Autograd's engine and captures]
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cgpass import torch_private
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.errors import GraphedBackwardError, StaticInputMovedError
+from cgpass.graphed.around import blamed, no_autocast_cache
 from cgpass.graphed.differentiated import Differentiated
-from cgpass.graphed.modules import Statics
-from cgpass.graphed.warmup import Pass, blamed, no_autocast_cache
 from cgpass.options import current_defaults
 from cgpass.recompute.states import CheckpointStates
 from cgpass.runtime import fast
@@ -36,21 +35,8 @@ from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recorder, Recording
 from cgpass.telemetry import progress
 
-
-@contextlib.contextmanager
-def in_place(statics: Statics) -> Iterator[None]:
-    """A block in which hooks may move or free parameters and buffers, which then lie where the call has them."""
-    tensors = statics.now()
-    before = [(t, t.data, t.untyped_storage().nbytes(), t.data.clone()) for t in tensors]
-    try:
-        yield
-    finally:
-        for tensor, place, size, value in before:
-            if place.untyped_storage().nbytes() < size:
-                place.untyped_storage().resize_(size)
-            if not torch.equal(place, value):
-                place.copy_(value)
-            tensor.data = place
+if TYPE_CHECKING:
+    from cgpass.graphed.callables import GraphedFunction
 
 
 class Call:
@@ -63,11 +49,9 @@ class Call:
     __slots__ = ("__weakref__", "members", "name", "pair", "position")
 
     def __init__(self, pair: "Pair", members: list[torch.Tensor], position: Any) -> None:
+        """Args: members: Parameters and buffers of the forward, held as autograd would."""
         self.pair: Pair | None = pair
-        self.name = pair.description.name
-        self.members = members
-        """Parameters and buffers of the forward, held as autograd would."""
-        self.position = position
+        self.name, self.members, self.position = pair.description.name, members, position
 
     def settle(self) -> None:
         """Nothing more is to come."""
@@ -77,7 +61,7 @@ class Call:
 class Pair:
     """Recordings of one forward and of its backward. See Note [What a call of a pair does]."""
 
-    def __init__(self, d: Pass, owner: Owner, slot: int | None = None) -> None:
+    def __init__(self, d: "GraphedFunction", owner: Owner, slot: int | None = None) -> None:
         """Args: slot: where it is recorded; in a pool of its own if None."""
         self.description = d
         self.closed = False
@@ -122,7 +106,7 @@ class Pair:
         owner.begin_recording(self._slot)
         before = owner.driver.live_blocks(self._slot)
         kinds = [InputKind.COPIED] * num_inputs + [InputKind.STATIC] * len(members)
-        args = [*samples, *members, *self._generators]
+        args: list[Any] = [*samples, *members, *self._generators]
         self.forward = forward = self._record(fn, args, kinds, "forward")
         assert d.structure is not None
         self.structure = d.structure
@@ -160,8 +144,6 @@ class Pair:
         self._wanted = tuple(sorted(graph.reached))
         self._edges = tuple(range(len(self._wanted)))
         self._take_wanted, self._take_read = fast.taker(self._wanted), fast.taker(tuple(graph.read))
-        self._wanted_inputs = [i for i in self._wanted if i < num_inputs]
-        self._wants_always = any(i >= num_inputs for i in self._wanted)
         self.take = fast.taker(self.statics.firsts())
         """Takes each parameter and buffer once."""
 
@@ -180,8 +162,8 @@ class Pair:
         self._key = self._layout.static_key(args)
         kinds = [info.kind for info in self._layout.infos[: len(args) - len(self._generators)]]
         self._backward = backward = self._record(self._run_graph, args, kinds, "backward")
-        if d.backward_dw is not None:
-            self._record_weight_grads(d.backward_dw)
+        if d.makes_weight_grads is not None:
+            self._record_weight_grads(d.makes_weight_grads)
         d.run_hook("backward")
         return backward.memory.aliases()
 
@@ -264,13 +246,12 @@ class Pair:
         for k in self._counted:
             torch.autograd.graph.increment_version(members[k])
         results, saved = outputs[: self._num_results], outputs[self._num_results :]
-        wants = self._wants_always or any(tensors[i].requires_grad for i in self._wanted_inputs)
-        if not with_grad or not wants or not graph.with_grad:
+        wanted = self._take_wanted([*tensors, *members])
+        if not with_grad or not graph.with_grad or not any(t.requires_grad for t in wanted):
             return results
         call = Call(self, members, position)
         self._call = weakref.ref(call)
         checked = [*saved, *self._take_read(members)]
-        wanted = self._take_wanted([*tensors, *members])
         where = wanted, self._edges, results, graph.with_grad
         fast.attach(_run_backward, call, *where, checked, (), "GraphedBackward")
         for n in self._given:
@@ -285,16 +266,18 @@ class Pair:
             args = [*saved[: self._num_saved], *call.members, *grads, *self._generators]
             saved.clear()
             grads.clear()
-            if backward is None or not self._is_in_place(args, backward):
+            is_due = False
+            if backward is not None and self._is_in_place(args, backward):
+                if call.position is not None:
+                    self.states.rewind(call.position)
+                found = self._replay(backward, args)
+                is_due = self._weight_grads is not None
+            else:
                 if backward is not None:
                     d.tell("runs a backward without a graph: its parameters moved.")
                 d.stats.plain_calls += 1
-                return list(self._run_graph(args))
-            if call.position is not None:
-                self.states.rewind(call.position)
-            found = self._replay(backward, args)
-            args.clear()
-            if self._weight_grads is not None:
+                found = self._run_graph(args)
+            if is_due:
                 d.due.append(call)
             elif ends and not torch_private.keeps_graph():
                 call.settle()
@@ -323,6 +306,7 @@ class Pair:
         if not owner.is_safe(recording):
             owner.rescue(recording)
         outputs = recording.run(args)
+        args.clear()
         stats.replays += 1
         stats.copied_bytes += recording.copied_bytes
         owner.note_handed_out(recording)
@@ -336,7 +320,7 @@ class Pair:
         grads = grads[:num_grads]
         args.clear()
         # backward_dw keeps them: placeholders are others' by then
-        if self.description.backward_dw is not None:
+        if self.description.makes_weight_grads is not None:
             grads = [grad.clone() for grad in grads]
         with no_autocast_cache():
             return self.graph.backward(saved, grads, members, self._wanted)

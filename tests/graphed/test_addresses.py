@@ -84,14 +84,6 @@ class Scaled(torch.nn.Module):
         return self.norm(x) * self.norm.scale
 
 
-def test_a_moved_buffer(setting):
-    module, plain = twins(setting, torch.nn.BatchNorm1d(8))
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
-    module.running_mean = module.running_mean.clone()
-    check(setting, graphed, module, plain)
-    same(module.running_mean, plain.running_mean)
-
-
 def test_past_the_limit_calls_run_plainly(setting, caplog):
     module, plain = twins(setting, net())
     graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),), max_rerecords=1)
@@ -106,21 +98,6 @@ def test_past_the_limit_calls_run_plainly(setting, caplog):
         check(setting, graphed, module, plain)
         move(module)
     assert (stats.rerecordings, stats.plain_calls) == (2, 2)
-
-
-def test_a_pending_forward_survives_a_move_of_the_next_one(setting):
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
-    x = setting.randn(4, 8, grad=True)
-    y, z = graphed(x), plain(x)
-    homes = [p.data for p in module.parameters()]
-    move(module)
-    check(setting, graphed, module, plain)
-    for p, home in zip(module.parameters(), homes, strict=True):
-        p.data = home
-    y.square().sum().backward()
-    z.square().sum().backward()
-    same_grads(module, plain)
 
 
 def test_a_parameter_that_is_removed_is_no_longer_there(setting):

@@ -92,7 +92,7 @@ def test_a_backward_in_the_block_is_that_of_one_outside(setting):
     same_grads(graphed, plain)
 
 
-def test_recorded_again_within_a_block(setting):
+def test_recorded_again_within_a_block(setting, caplog):
     graphed, plain = made(setting, Solve())
     for module in (graphed, plain):
         for parameter in module.parameters():
@@ -104,4 +104,5 @@ def test_recorded_again_within_a_block(setting):
         stepped(plain, x, casts(setting))
         same_grads(graphed, plain)
     assert graphed.graphed.stats.recordings > 1
-    check(setting, graphed, plain, x, 1)  # plainly
+    check(setting, graphed, plain, x, 2)
+    assert caplog.text.count("recorded under other autocast settings") == 1

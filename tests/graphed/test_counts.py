@@ -3,19 +3,6 @@
 import torch
 
 import cgpass
-from tests.graphed.steps import net
-
-
-def test_calls_in_the_other_mode_are_counted(setting):
-    graphed = setting.graphed(setting.module(net()), (setting.randn(4, 8),))
-    graphed(setting.randn(4, 8))
-    graphed.eval()
-    with cgpass.expect(calls=2, plain_calls=2, replays=0):
-        for _ in range(2):
-            graphed(setting.randn(4, 8))
-    graphed.train()
-    with cgpass.expect(calls=1, plain_calls=0, replays=1):
-        graphed(setting.randn(4, 8))
 
 
 class Named(torch.nn.Linear):

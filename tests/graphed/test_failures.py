@@ -137,20 +137,19 @@ def test_arguments_that_can_not_be(setting):
     module, x = setting.module(net()), setting.randn(4, 8)
     refused = {
         "callable 0 is a int; give a module": ((3,), ((x,),), None),
-        "sample_args must be a tuple of arguments, got Tensor": (module, x, None),
-        "sample_args must be .* for each in a tuple, got tuple of tuple, Tensor": (
+        "sample_args must be a tuple, got Tensor": (module, x, None),
+        "sample_args must be a tuple for each .*, got tuple, Tensor": (
             (module,) * 2,
             ((x,), x),
             None,
         ),
-        "sample_kwargs must be a dict with names for keys, got list of int": (module, (x,), [1]),
-        "sample_kwargs must be .*, and 2 of these in a tuple, got list of dict": (
+        "sample_kwargs must be a mapping, got list": (module, (x,), [1]),
+        "sample_kwargs must be a mapping for each .*, got dict": (
             (module,) * 2,
             ((x,), (x,)),
             [{}],
         ),
-        "sample_kwargs must be a dict .*, got int": ((module,), ((x,),), 5),
-        "sample_kwargs must be a dict with names for keys": (module, (x,), {1: 2}),
+        "sample_kwargs must be a mapping .*, got int": ((module,), ((x,),), 5),
         "callable 0 is a list; give a module, a function or a tuple": ([module], (x,), None),
         "neither samples nor modules have a tensor": (lambda: None, (), None),
     }

@@ -144,52 +144,6 @@ class Sharded(torch.nn.Module):
         return self.linear(x).sin()
 
 
-def test_parameters_that_move_in_and_out(setting):
-    module, plain = twins(setting, Sharded())
-    weight = module.linear.weight
-    shard, place = weight.detach().clone(), weight.detach().clone()
-    calls = []
-
-    def unshard(*args):
-        calls.append("in")
-        place.copy_(shard)
-        weight.data = place
-
-    def reshard(*args):
-        calls.append("out")
-        weight.data = torch.empty(0, device=setting.device)
-
-    hooks = {
-        "pre_forward": unshard,
-        "forward": reshard,
-        "pre_backward": unshard,
-        "backward": reshard,
-    }
-    x = setting.randn(4, 8, grad=True)
-    weight.data = torch.empty(0, device=setting.device)
-    graphed = setting.graphed(module, (x,), num_warmup_iters=2, capture_time_hooks=[hooks])
-    assert calls == ["in", "out"] * 6
-    for _ in range(3):
-        x = setting.randn(4, 8, grad=True)
-        unshard()
-        y = graphed(x)
-        reshard()
-        place.fill_(torch.nan)  # somebody else's in between
-        unshard()
-        y.square().sum().backward()
-        (want,) = torch.autograd.grad(plain(x).square().sum(), x)
-        same(x.grad, want)
-        with torch.no_grad():
-            shard.mul_(0.9)
-            plain.linear.weight.mul_(0.9)
-            weight.grad = None
-    unshard()
-    y = graphed(x)
-    reshard()
-    with pytest.raises(RuntimeError, match="size of tensor"):  # as in eager
-        y.sum().backward()
-
-
 def by_data(weight, shard):
     """Unshards into other memory each time."""
     places = []  # none is freed, so none comes back

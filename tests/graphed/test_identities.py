@@ -58,17 +58,6 @@ def test_code_that_asks_whether_arguments_are_one(setting, sample, form, caplog)
     assert "runs without a graph: other arguments are one tensor than in the sample" in message
 
 
-def test_other_pairs_of_arguments_that_are_one(setting):
-    def fn(a, b, c):
-        return a - b if a is b else a * b * c
-
-    x, y = setting.randn(3), setting.randn(3)
-    graphed = setting.graphed(fn, (x, x, y))
-    for args in ((x, x, y), (x, y, y), (y, x, y), (y, y, x)):
-        same(graphed(*args), fn(*args))
-    assert graphed.stats.plain_calls == 2
-
-
 def test_an_argument_given_twice_that_is_written(setting):
     def fn(a, b):
         a.add_(1)

@@ -125,6 +125,21 @@ def test_saved_tensors_that_are_elsewhere_by_then(setting, around, fn):
     assert graphed.graphed.stats.plain_calls == 0
 
 
+@pytest.mark.parametrize("fn", [LetsGo.apply, AsksTwice.apply])
+def test_a_backward_whose_parameters_moved_is_told_of_once(setting, fn, caplog):
+    module, plain = twins(setting, Applies(fn))
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    for _ in range(2):
+        x = setting.randn(4, 8)
+        outs = graphed(x), plain(x)
+        for each in (module, plain):
+            each.inner[0].weight.data = each.inner[0].weight.data.clone()
+        for out in outs:
+            out.square().sum().backward()
+        same_grads(module, plain)
+    assert caplog.text.count("runs a backward without a graph: its parameters moved") == 1
+
+
 def test_weights_are_not_held_by_recordings(setting):
     """What was replaced is gone with whoever holds it."""
     module, plain = twins(setting, net())

@@ -212,10 +212,14 @@ class Doubled:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_keep_what_was_put_over_a_graphed_forward(setting, copied):
+@pytest.mark.parametrize("before", [True, False])
+def test_copies_keep_what_was_put_over_a_forward(setting, copied, before):
     module, x = setting.module(torch.nn.Linear(4, 4)), setting.randn(2, 4)
+    if before:
+        Doubled(module)
     graphed = setting.graphed(module, (x,))
-    Doubled(graphed)
+    if not before:
+        Doubled(graphed)
     other = copied(graphed)
     expected = graphed(x).detach().clone()
     same(other(x), expected)

@@ -7,7 +7,7 @@ import torch
 
 import cgpass
 from cgpass.graphed.schedule import schedule_of
-from tests.graphed.steps import clear_grads, net, same, same_grads, twins
+from tests.graphed.steps import clear_grads, net, same_grads, twins
 
 ORDERS = {
     "1f1b": (1, 1, 2, 2, 1, 1, -2, 2, -2, 2, -1, -2, -1, -2, -1, -1),
@@ -61,66 +61,15 @@ def test_numbers_that_do_not_fit_the_order(args):
         schedule_of(*args)
 
 
-def build(setting, order, layers=(2, 2), **options):
-    num_microbatches = sum(entry == 1 for entry in order)
-    modules = [twins(setting, net(dropout=0.1)) for _ in range(sum(layers))]
-    count = len(modules) * num_microbatches
-    samples = [(setting.randn(4, 8, grad=True),) for _ in range(count)]
-    graphed = setting.graphed(
-        tuple(module for module, _ in modules),
-        samples,
-        order=order,
-        **options,
+def build(setting, order):
+    count = order.count(1)
+    modules = [twins(setting, net(dropout=0.1)) for _ in range(4)]
+    samples = [(setting.randn(4, 8, grad=True),) for _ in range(4 * count)]
+    return (
+        modules,
+        setting.graphed(tuple(module for module, _ in modules), samples, order=order),
+        count,
     )
-    return modules, graphed, num_microbatches
-
-
-def train(setting, order, layers, num_microbatches, fns):
-    """One step of the pipeline on one device: every chunk's boundary is a cut in the graph."""
-    torch.manual_seed(1)
-    inputs = [torch.randn(4, 8, device=setting.device) for _ in range(num_microbatches)]
-    starts = [sum(layers[:chunk]) for chunk in range(len(layers))]
-    done = {}
-    entering, leaving, outputs = {}, {}, []
-    for entry in order:
-        chunk = abs(entry) - 1
-        microbatch = done[entry] = done.get(entry, -1) + 1
-        key = (chunk, microbatch)
-        if entry > 0:
-            before = leaving.get((chunk - 1, microbatch), inputs[microbatch])
-            x = entering[key] = before.detach().clone().requires_grad_()
-            for layer in range(layers[chunk]):
-                x = fns(starts[chunk] + layer, microbatch)(x)
-            leaving[key] = x
-            outputs.append(x.detach())
-        elif (chunk + 1, microbatch) in entering:
-            leaving.pop(key).backward(entering.pop((chunk + 1, microbatch)).grad)
-        else:
-            leaving.pop(key).square().sum().backward()
-    return outputs
-
-
-@pytest.mark.parametrize("name", ORDERS)
-def test_two_chunks_and_four_microbatches(setting, name):
-    order, layers = ORDERS[name], (2, 2)
-    modules, graphed, count = build(setting, order, layers)
-
-    def graph_of(layer, microbatch):
-        chunk = 0 if layer < layers[0] else 1
-        start = sum(layers[:chunk])
-        return graphed[start * count + microbatch * layers[chunk] + layer - start]
-
-    plain_of = lambda layer, microbatch: modules[layer][1]  # noqa: E731
-    for _ in range(3):
-        found = train(setting, order, layers, count, graph_of)
-        expected = train(setting, order, layers, count, plain_of)
-        for a, b in zip(found, expected, strict=True):
-            same(a, b)
-        for module, plain in modules:
-            same_grads(module, plain)
-        clear_grads(*(each for pair in modules for each in pair))
-    assert {g.stats.plain_calls for g in graphed} == {0}
-    assert {g.stats.recordings for g in graphed} == {2}
 
 
 def test_warm_ups_follow_the_order(setting):
@@ -161,30 +110,33 @@ def random_order(draw, chunks, microbatches):
     return order
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_random_schedules(setting, seed):
-    """Chunks that don't hand anything on, recorded in one order and called in others."""
-    draw = random.Random(seed)
-    layers, microbatches = (2, 2), 3
-    modules, graphed, count = build(setting, random_order(draw, 2, microbatches), layers)
-    starts = {1: 0, 2: layers[0] * count}
-    for number in range(3):
-        order = random_order(draw, 2, microbatches)
+@pytest.mark.parametrize("recorded", [*ORDERS, 0, 1, 2])
+def test_schedules(setting, recorded):
+    """Chunks that don't hand anything on, called in the order in which they were recorded, and in others."""
+    draw, layers = random.Random(0 if recorded in ORDERS else recorded), 2
+    order = ORDERS[recorded] if recorded in ORDERS else random_order(draw, 2, 3)
+    modules, graphed, count = build(setting, order)
+    for number in range(4):
         for plainly in (False, True):
             torch.manual_seed(number)
             done, pending = dict.fromkeys((1, 2, -1, -2), 0), {}
             for entry in order:
-                chunk, size = abs(entry), layers[abs(entry) - 1]
-                microbatch = done[entry]
+                chunk, microbatch = abs(entry), done[entry]
                 done[entry] += 1
                 if entry < 0:
                     pending.pop((chunk, microbatch)).square().sum().backward()
                     continue
                 x = setting.randn(4, 8, grad=True)
-                for layer in range(size):
-                    own = modules[layer if chunk == 1 else layers[0] + layer][1]
-                    x = (own if plainly else graphed[starts[chunk] + microbatch * size + layer])(x)
+                for layer in range(layers):
+                    own = modules[(chunk - 1) * layers + layer][1]
+                    place = ((chunk - 1) * count + microbatch) * layers + layer
+                    x = (own if plainly else graphed[place])(x)
                 pending[chunk, microbatch] = x
         for module, plain in modules:
             same_grads(module, plain)
         clear_grads(*(each for pair in modules for each in pair))
+        if number == 1:
+            assert {(g.stats.plain_calls, g.stats.recordings) for g in graphed} == {(0, 2)}
+        if number:
+            order = random_order(draw, 2, count)
+    assert {g.stats.recordings for g in graphed} == {2}

@@ -1,8 +1,9 @@
 """Weights' gradients split off the backward, for callables that offer it."""
 
+import pytest
 import torch
 
-from tests.graphed.steps import clear_grads, same_grads, twins
+from tests.graphed.steps import clear_grads, same, same_grads, twins
 
 
 class _Input(torch.autograd.Function):
@@ -119,3 +120,47 @@ def test_the_oldest_backward_comes_first_whichever_recording_it_is_of(setting):
         same_grads(module, plain)
         clear_grads(module, plain)
     module.weight.data = home
+
+
+def run(fns, module, xs, steps, *, weight_grads=()):
+    """Gradients of inputs and parameters; `weight_grads`: what makes those that were split off, after each backward."""
+    module.zero_grad()
+    inputs = [x.clone().requires_grad_() for x in xs]
+    losses = {}
+    for step in steps:
+        kind, number = step[0], int(step[1:])
+        if kind == "f":
+            losses[number] = fns[number](inputs[number]).square().sum()
+        elif kind == "b":
+            losses[number].backward()
+        elif weight_grads:
+            weight_grads[number]()
+    return [x.grad for x in inputs]
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        ["f0", "b0", "w0", "f1", "f2", "b1", "w1", "b2", "w2"],
+        ["f0", "f1", "f2", "b0", "b1", "b2", "w0", "w1", "w2"],
+        ["f0", "b0", "f1", "f2", "b1", "b2", "w0", "w1", "w2"],
+    ],
+    ids=["as recorded", "forwards first", "weights last"],
+)
+def test_weight_gradients_that_come_late(setting, steps):
+    module, plain = twins(setting, Split())
+    plain.split = False
+    graphed = setting.graphed(
+        (module,),
+        tuple((setting.randn(4, 8, grad=True),) for _ in range(3)),
+        order=[1, -1, 1, 1, -1, -1],
+    )
+    late = [fn.backward_dw for fn in graphed]
+    for _ in range(2):
+        xs = setting.randn(3, 4, 8)
+        found = run(graphed, module, xs, steps, weight_grads=late)
+        expected = run([plain] * 3, plain, xs, steps)
+        for a, b in zip(found, expected, strict=True):
+            same(a, b)
+        same(module.bias.grad, plain.bias.grad)
+        torch.testing.assert_close(module.weight.grad, plain.weight.grad)
