@@ -24,10 +24,7 @@ from cgpass.whole_step import TrainStep
 
 Fn = Callable[..., Any] | torch.nn.Module
 
-_CALLS: Final = 8
-"""Until nothing new is recorded."""
-_MORE: Final = 5
-"""Calls after that."""
+_CALLS: Final = 9
 _CHANGES: Final = ("graphs", "warmups", "recordings")
 _GRAPH_IS_GONE: Final = "Trying to backward through the graph a second time"
 """What autograd says of results of a function that ran their backward itself."""
@@ -71,7 +68,7 @@ def explain(
 
     A block runs nothing itself and changes nothing. Other threads' calls count, too. The report is there when it ends.
 
-    With a function, up to 13 calls run, with their backward. What is not compiled yet is compiled with
+    With a function, nine calls run, with their backward. What is not compiled yet is compiled with
     `backend="cgpass"`, anew each time. A batch by itself is given as data loaders mean it: a mapping as `**batch`, a
     tuple or list as `*batch`; to give it whole, write `[batch]`.
     Afterwards parameters, buffers, gradients and optimizers that the function is, is given or names are as they were,
@@ -101,15 +98,11 @@ def explain(
         return watch.watched()
     if not callable(fn):
         raise InputError(f"cgpass.explain takes a module or function, got a {type(fn).__name__}")
-    own = {"options": options, "optimizer": optimizer}.items()
-    taken = {} if (signature := _signature(fn)) is None else signature.parameters
-    kwargs |= {name: each for name, each in own if each is not None and name in taken}
     args, kwargs = _spread(fn, args, kwargs)
     values = [*_reached(fn, 2, fn), optimizer, *pytree.tree_leaves((args, kwargs))]
     modules = {id(m): m for v in values if isinstance(v, torch.nn.Module) for m in v.modules()}
     is_compiled = any(map(_is_compiled, [*values, *modules.values()]))
-    given = {} if options is None or "options" in kwargs else dict(options)
-    if given and is_compiled:
+    if options and is_compiled:
         raise OptionError(
             "cgpass.explain: what is compiled already has its options; give them to torch.compile instead"
         )
@@ -118,7 +111,7 @@ def explain(
     devices = {tensor.device.index for tensor in tensors if tensor.device.type == "cuda"}
     optimizers = [v for v in values if isinstance(v, torch.optim.Optimizer)]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(set_defaults(**given))
+        stack.enter_context(set_defaults(**options or {}))
         stack.enter_context(torch.random.fork_rng([*devices]))
         stack.enter_context(_restored([*modules.values()], tensors, optimizers))
         # Dynamo would find what a disabled function wraps
@@ -161,18 +154,14 @@ def _owners(since: int = 0) -> list[Owner]:
 
 
 def _settle(call: Callable[[], None]) -> bool:
-    """Call until two calls in a row recorded and compiled nothing, and some more; returns whether they did."""
-    quiet = 0
-    for _ in range(_CALLS):
-        before = telemetry.counters()
+    """Make some calls; returns whether the last two recorded and compiled nothing."""
+    for _ in range(_CALLS - 2):
         call()
-        after = telemetry.counters()
-        quiet = quiet + 1 if all(before[name] == after[name] for name in _CHANGES) else 0
-        if quiet == 2:
-            break
-    for _ in range(_MORE):
+    before = telemetry.counters()
+    for _ in range(2):
         call()
-    return quiet == 2
+    after = telemetry.counters()
+    return all(before[name] == after[name] for name in _CHANGES)
 
 
 def _call(run: Callable[[], Any], training: bool, tensors: Sequence[torch.Tensor]) -> None:

@@ -463,11 +463,6 @@ def test_options_are_one_argument():
     with pytest.raises(OptionError):
         cgpass.explain(split, X, options={"no_such": 1})
 
-    def mine(x, options, optimizer=None):
-        return x.sin().cos().exp() * options["by"]
-
-    assert cgpass.explain(mine, X, options={"by": 2}).work[0] > 0
-
 
 def test_arguments_without_a_function_are_refused():
     with pytest.raises(InputError, match="need a function first"):
