@@ -116,7 +116,7 @@ def explain(
         stack.enter_context(_restored([*modules.values()], tensors, optimizers))
         # Dynamo would find what a disabled function wraps
         as_it_is = is_compiled or torch_private.is_disabled(fn)
-        run = fn if as_it_is else stack.enter_context(_compiled(fn))
+        run = fn if as_it_is else stack.enter_context(_compiled(fn, given))
         call = functools.partial(_call, lambda: run(*args, **kwargs), training, tensors)
         with watch.watched() as report:
             settled = _settle(call)
@@ -129,16 +129,16 @@ def explain(
 
 
 @contextlib.contextmanager
-def _compiled(fn: Fn) -> Iterator[Callable[..., Any]]:
+def _compiled(fn: Fn, given: dict[str, Any]) -> Iterator[Callable[..., Any]]:
     """Compile it with the options of now; afterwards nothing of that is left."""
     before = telemetry.counters()["graphs"]
-    with torch_private.backend_for_once(cgpass) as backend:
-        torch_private.note_graph_breaks()  # Dynamo is loaded by now
-        try:
-            yield torch.compile(fn, backend=backend)
-        finally:
-            for owner in _owners(since=before):
-                owner.release()
+    compiled = torch.compile(fn, backend=cgpass, options=given)
+    torch_private.note_graph_breaks()  # Dynamo is loaded by now
+    try:
+        yield compiled
+    finally:
+        for owner in _owners(since=before):
+            owner.release()
 
 
 def _owners(since: int = 0) -> list[Owner]:

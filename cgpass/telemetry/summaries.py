@@ -103,7 +103,5 @@ class RecordingNote:
     """Which of the function's pools it lies in."""
     record_ms: float | None
     """Host time of capturing and instantiating it; None in reports of simulated graphs."""
-    instantiate_ms: float | None = None
-    """Host time of ending the capture, in which the graph is instantiated; None if no device does that."""
     warm_up_ms: float | None = None
     """Host time of the last warm-up call before it, None if there was none."""

@@ -215,7 +215,7 @@ def unable(*args, **kwargs):
 
 def test_a_partition_of_which_no_operator_is_to_blame_names_its_lines(monkeypatch):
     monkeypatch.setattr(SimulatedDriver, "record", unable)
-    monkeypatch.setattr(culprits, "find_culprits", lambda *_, **__: Finding(clean=False))
+    monkeypatch.setattr(culprits, "find_culprit", lambda *_, **__: Finding(clean=False))
     with cgpass.set_defaults(driver="simulated", compiler="eager", on_skip="silent"):
         report = cgpass.explain(chain, X)
     (part,) = report.graphs[0].partitions

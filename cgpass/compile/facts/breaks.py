@@ -107,6 +107,11 @@ def untold(
         )
         if not each.stack or (rest is None and not any(mine)):
             continue
+        mine = any(
+            _is_users(frame)
+            and (not _INSTALLED.search(frame.filename) or os.path.basename(frame.filename) in files)
+            for frame in each.stack
+        )
         reason = _of_stack(each.text, each.stack)
         found.setdefault((place_of(reason.line), rest), reason)
     known |= {place for place, rest in found if rest is not None}
