@@ -116,7 +116,7 @@ def explain(
         stack.enter_context(_restored([*modules.values()], tensors, optimizers))
         # Dynamo would find what a disabled function wraps
         as_it_is = is_compiled or torch_private.is_disabled(fn)
-        run = fn if as_it_is else stack.enter_context(_compiled(fn, given))
+        run = fn if as_it_is else stack.enter_context(_compiled(fn, dict(options or {})))
         call = functools.partial(_call, lambda: run(*args, **kwargs), training, tensors)
         with watch.watched() as report:
             settled = _settle(call)
