@@ -69,7 +69,7 @@ def explain(
     A block runs nothing itself and changes nothing. Other threads' calls count, too. The report is there when it ends.
 
     With a function, nine calls run, with their backward. What is not compiled yet is compiled with
-    `backend="cgpass"`, anew each time. A batch by itself is given as data loaders mean it: a mapping as `**batch`, a
+    `backend="cgpass"`. A batch by itself is given as data loaders mean it: a mapping as `**batch`, a
     tuple or list as `*batch`; to give it whole, write `[batch]`.
     Afterwards parameters, buffers, gradients and optimizers that the function is, is given or names are as they were,
     and so are torch's random numbers. Nothing else is put back: attributes, caches, schedulers, written arguments.
@@ -124,29 +124,29 @@ def explain(
                 native.loader.wait()
         report.settled, report.model = settled, _name_of(fn)
         if compare and report.device != watch.SIMULATED:
-            report.ms, report.plain_ms = watch.compared(call, _owners())
+            report.ms, report.plain_ms = watch.compared(call, _owners({}))
         return report
 
 
 @contextlib.contextmanager
 def _compiled(fn: Fn, given: dict[str, Any]) -> Iterator[Callable[..., Any]]:
-    """Compile it with the options of now; afterwards nothing of that is left."""
-    before = telemetry.counters()["graphs"]
+    """Compile it; afterwards no recordings of it are left."""
+    before = telemetry.now().calls
     compiled = torch.compile(fn, backend=cgpass, options=given)
     torch_private.note_graph_breaks()  # Dynamo is loaded by now
     try:
         yield compiled
     finally:
-        for owner in _owners(since=before):
+        for owner in _owners(before):
             owner.release()
 
 
-def _owners(since: int = 0) -> list[Owner]:
-    """Owners of what lives of the graphs from some number on."""
+def _owners(before: Mapping[int, int]) -> list[Owner]:
+    """Owners of graphs that live, and were called more often than `before` tells by number."""
     found = {
         id(each.owner): each.owner
         for number, (_, runs) in telemetry.graph_runs().items()
-        if number >= since
+        if telemetry.calls_of(runs) > before.get(number, 0)
         for each in watch.live(runs)
         if each.owner is not None
     }
