@@ -36,15 +36,11 @@ from cgpass.runtime import native
 
 SECONDS = 120
 """For one fault and the runs after it; then the process ends, with all stacks."""
-SHOWN = 5
-"""Faults of a program that are printed."""
 KINDS = {
     "points": list(PROGRAMS),
     "captures": ["dropout", "mutated_buffers", "host_sync"],
     "alarms": ["held_now_and_then", "dropout", "train_step_adamw", "pending_calls", "host_sync"],
 }
-ALARMS = 480
-"""Of each program."""
 TEXTS = {
     "points": "An error raised at a line or native call of the runtime",
     "captures": "An error raised at an operator, in warm-ups, captures and calls without a graph",
@@ -95,7 +91,7 @@ def run(name: str, given: argparse.Namespace) -> tuple[str, int, int, int]:
             else:
                 injected += 1
                 wrong += why is not None
-                if why is not None and wrong <= SHOWN:
+                if why is not None and wrong <= 5:
                     print(f"{name}: {text}: {why}", flush=True)
         if is_done:
             break
@@ -141,7 +137,7 @@ def faults(campaign: Campaign, given: argparse.Namespace) -> list[Fault]:
     if given.kind == "captures":
         found = campaign.captures()
     elif given.kind == "alarms":
-        found = campaign.alarms(ALARMS)
+        found = campaign.alarms(480)
     else:
         errors = [error for error in ERRORS if error.__name__ in given.errors.split(",")]
         found = campaign.faults(given.per_line, errors, given.seed)

@@ -24,10 +24,7 @@ from cgpass.whole_step import TrainStep
 
 Fn = Callable[..., Any] | torch.nn.Module
 
-_CALLS: Final = 8
-"""Until nothing new is recorded."""
-_MORE: Final = 5
-"""Calls after that."""
+_CALLS: Final = 9
 _CHANGES: Final = ("graphs", "warmups", "recordings")
 _GRAPH_IS_GONE: Final = "Trying to backward through the graph a second time"
 """What autograd says of results of a function that ran their backward itself."""
@@ -71,8 +68,8 @@ def explain(
 
     A block runs nothing itself and changes nothing. Other threads' calls count, too. The report is there when it ends.
 
-    With a function, up to 13 calls run, with their backward. What is not compiled yet is compiled with
-    `backend="cgpass"`, anew each time. A batch by itself is given as data loaders mean it: a mapping as `**batch`, a
+    With a function, nine calls run, with their backward. What is not compiled yet is compiled with
+    `backend="cgpass"`. A batch by itself is given as data loaders mean it: a mapping as `**batch`, a
     tuple or list as `*batch`; to give it whole, write `[batch]`.
     Afterwards parameters, buffers, gradients and optimizers that the function is, is given or names are as they were,
     and so are torch's random numbers. Nothing else is put back: attributes, caches, schedulers, written arguments.
@@ -101,15 +98,11 @@ def explain(
         return watch.watched()
     if not callable(fn):
         raise InputError(f"cgpass.explain takes a module or function, got a {type(fn).__name__}")
-    own = {"options": options, "optimizer": optimizer}.items()
-    taken = {} if (signature := _signature(fn)) is None else signature.parameters
-    kwargs |= {name: each for name, each in own if each is not None and name in taken}
     args, kwargs = _spread(fn, args, kwargs)
     values = [*_reached(fn, 2, fn), optimizer, *pytree.tree_leaves((args, kwargs))]
     modules = {id(m): m for v in values if isinstance(v, torch.nn.Module) for m in v.modules()}
     is_compiled = any(map(_is_compiled, [*values, *modules.values()]))
-    given = {} if options is None or "options" in kwargs else dict(options)
-    if given and is_compiled:
+    if options and is_compiled:
         raise OptionError(
             "cgpass.explain: what is compiled already has its options; give them to torch.compile instead"
         )
@@ -118,12 +111,12 @@ def explain(
     devices = {tensor.device.index for tensor in tensors if tensor.device.type == "cuda"}
     optimizers = [v for v in values if isinstance(v, torch.optim.Optimizer)]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(set_defaults(**given))
+        stack.enter_context(set_defaults(**options or {}))
         stack.enter_context(torch.random.fork_rng([*devices]))
         stack.enter_context(_restored([*modules.values()], tensors, optimizers))
         # Dynamo would find what a disabled function wraps
         as_it_is = is_compiled or torch_private.is_disabled(fn)
-        run = fn if as_it_is else stack.enter_context(_compiled(fn, given))
+        run = fn if as_it_is else stack.enter_context(_compiled(fn, dict(options or {})))
         call = functools.partial(_call, lambda: run(*args, **kwargs), training, tensors)
         with watch.watched() as report:
             settled = _settle(call)
@@ -131,29 +124,29 @@ def explain(
                 native.loader.wait()
         report.settled, report.model = settled, _name_of(fn)
         if compare and report.device != watch.SIMULATED:
-            report.ms, report.plain_ms = watch.compared(call, _owners())
+            report.ms, report.plain_ms = watch.compared(call, _owners({}))
         return report
 
 
 @contextlib.contextmanager
 def _compiled(fn: Fn, given: dict[str, Any]) -> Iterator[Callable[..., Any]]:
-    """Compile it with the options of now; afterwards nothing of that is left."""
-    before = telemetry.counters()["graphs"]
+    """Compile it; afterwards no recordings of it are left."""
+    before = telemetry.now().calls
     compiled = torch.compile(fn, backend=cgpass, options=given)
     torch_private.note_graph_breaks()  # Dynamo is loaded by now
     try:
         yield compiled
     finally:
-        for owner in _owners(since=before):
+        for owner in _owners(before):
             owner.release()
 
 
-def _owners(since: int = 0) -> list[Owner]:
-    """Owners of what lives of the graphs from some number on."""
+def _owners(before: Mapping[int, int]) -> list[Owner]:
+    """Owners of graphs that live, and were called more often than `before` tells by number."""
     found = {
         id(each.owner): each.owner
         for number, (_, runs) in telemetry.graph_runs().items()
-        if number >= since
+        if telemetry.calls_of(runs) > before.get(number, 0)
         for each in watch.live(runs)
         if each.owner is not None
     }
@@ -161,18 +154,14 @@ def _owners(since: int = 0) -> list[Owner]:
 
 
 def _settle(call: Callable[[], None]) -> bool:
-    """Call until two calls in a row recorded and compiled nothing, and some more; returns whether they did."""
-    quiet = 0
-    for _ in range(_CALLS):
-        before = telemetry.counters()
+    """Make some calls; returns whether the last two recorded and compiled nothing."""
+    for _ in range(_CALLS - 2):
         call()
-        after = telemetry.counters()
-        quiet = quiet + 1 if all(before[name] == after[name] for name in _CHANGES) else 0
-        if quiet == 2:
-            break
-    for _ in range(_MORE):
+    before = telemetry.counters()
+    for _ in range(2):
         call()
-    return quiet == 2
+    after = telemetry.counters()
+    return all(before[name] == after[name] for name in _CHANGES)
 
 
 def _call(run: Callable[[], Any], training: bool, tensors: Sequence[torch.Tensor]) -> None:

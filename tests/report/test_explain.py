@@ -312,11 +312,11 @@ def test_what_is_compiled_already_runs_as_it_is(make):
 def test_what_explain_compiled_itself_keeps_nothing():
     model = Model()
     alive = weakref.ref(model.first.weight)
-    report = cgpass.explain(model, X)
-    owners = [
-        each.owner for _, runs in telemetry.graph_runs().values() for each in watch.live(runs)
-    ]
-    assert not [owner for owner in owners if owner.has_recordings()]
+    for _ in range(2):  # torch compiles it once
+        report = cgpass.explain(model, X)
+        runs = [run for _, found in telemetry.graph_runs().values() for run in found]
+        assert not any(each.owner.has_recordings() for each in watch.live(runs))
+        assert report.counters["recordings"] == 2
     torch.compiler.reset()
     del model
     gc.collect()
@@ -462,11 +462,6 @@ def test_options_are_one_argument():
     assert [part.name for part in report.partitions] == ["captured_0", "eager_1"]
     with pytest.raises(OptionError):
         cgpass.explain(split, X, options={"no_such": 1})
-
-    def mine(x, options, optimizer=None):
-        return x.sin().cos().exp() * options["by"]
-
-    assert cgpass.explain(mine, X, options={"by": 2}).work[0] > 0
 
 
 def test_arguments_without_a_function_are_refused():
