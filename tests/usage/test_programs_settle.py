@@ -8,9 +8,7 @@ import collections
 import contextlib
 import copy
 import itertools
-import logging
 import random
-import re
 import sys
 
 import pytest
@@ -22,17 +20,12 @@ from torch.utils.checkpoint import checkpoint
 
 import cgpass
 from cgpass import telemetry, torch_private
-from cgpass.errors import OptionError
-from cgpass.options import REMOVED
 from tests.usage.programs import (
     ALL,
     MLP,
     Block,
-    ConvNet,
-    Counter,
     Ways,
     counted,
-    gradients,
     learn,
     sgd,
     state,
@@ -82,21 +75,16 @@ def check(setting, program):
 # ---- several forwards before a backward
 
 
-def unrolled(*lengths):
-    def program(session):
-        cell, call = session.compiled(lambda: nn.RNNCell(8, 8))
-        optimizer = sgd(cell)
-        for length in itertools.cycle(lengths):
-            hidden, loss = session.randn(4, 8), 0
-            for _ in range(length):
-                hidden = call(session.randn(4, 8), hidden)
-                loss = loss + hidden.square().mean()
-            yield learn(cell, loss, optimizer)
-
-    return program
-
-
-settles.add({"rnn_4": unrolled(4), "rnn_4_and_8": unrolled(4, 8)})
+@settles()
+def rnn_of_4_and_of_8_steps(session):
+    cell, call = session.compiled(lambda: nn.RNNCell(8, 8))
+    optimizer = sgd(cell)
+    for length in itertools.cycle((4, 8)):
+        hidden, loss = session.randn(4, 8), 0
+        for _ in range(length):
+            hidden = call(session.randn(4, 8), hidden)
+            loss = loss + hidden.square().mean()
+        yield learn(cell, loss, optimizer)
 
 
 @settles(settings=ALL)
@@ -108,40 +96,6 @@ def gru_whose_hidden_state_goes_on(session):
             hidden = call(session.randn(4, 8), hidden)
         yield learn(cell, hidden.square().mean(), optimizer)
         hidden = hidden.detach()
-
-
-@settles()
-def perceptual(session):
-    _, call = session.compiled(lambda: ConvNet().requires_grad_(False).eval())
-    generator, generate = session.compiled(lambda: nn.Conv2d(3, 3, 3, padding=1))
-    optimizer = sgd(generator)
-    while True:
-        image = session.randn(2, 3, 6, 6)
-        loss = (call(generate(image)) - call(image.flip(-1))).square().mean()
-        yield learn(generator, loss, optimizer)
-
-
-@settles()
-def three_pending(session):
-    module, call = session.compiled(MLP)
-    for order in itertools.cycle(itertools.permutations(range(3))):
-        losses = [call(session.randn(4, 8)).square().mean() for _ in order]
-        for index in order:
-            losses[index].backward()
-        yield [*losses, *gradients(module)]
-        module.zero_grad()
-
-
-@settles()
-def dpo(session):
-    policy, call = session.compiled(MLP)
-    judge, optimizer = session.compile(copy.deepcopy(policy).requires_grad_(False)), sgd(policy)
-    while True:
-        chosen, rejected = session.randn(4, 8), session.randn(4, 8)
-        ours = call(chosen).mean() - call(rejected).mean()
-        with torch.no_grad():
-            theirs = judge(chosen).mean() - judge(rejected).mean()
-        yield learn(policy, -F.logsigmoid(ours - theirs), optimizer)
 
 
 # ---- state
@@ -161,68 +115,22 @@ class Attribute(nn.Module):
         return y
 
 
-class AssignedBuffer(Attribute):
-    """Keeps it in a buffer that is a new tensor after each call."""
-
-    def __init__(self):
-        super().__init__()
-        del self.prev
-        self.register_buffer("prev", torch.zeros(8))
-
-
-def stateful(make, *, training):
-    def program(session):
-        module, call = session.compiled(make)
-        optimizer = sgd(module)
-        while True:
-            with torch.set_grad_enabled(training):
-                out = call(session.randn(4, 8))
-            learned = learn(module, out.square().mean(), optimizer) if training else []
-            yield [out, module.prev, *learned]
-
-    return program
+@settles()
+def a_state_in_a_plain_attribute(session):
+    module, call = session.compiled(Attribute)
+    optimizer = sgd(module)
+    while True:
+        out = call(session.randn(4, 8))
+        yield [out, module.prev, *learn(module, out.square().mean(), optimizer)]
 
 
-settles.add(
-    {
-        f"{make.__name__} {training}": stateful(make, training=training)
-        for make in (Attribute, AssignedBuffer)
-        for training in (True, False)
-    }
-)
-
-
-def trained(make, sizes):
-    def program(session):
-        module, call = session.compiled(make)
-        optimizer = sgd(module)
-        for size in sizes:
-            loss = call(session.randn(*size)).square().mean()
-            yield learn(module, loss, optimizer) + state(module)
-
-    return program
-
-
-class Checkpointed(nn.Module):
-    """Recomputes its blocks in the backward, their dropout among it."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(8, dropout=0.2) for _ in range(2))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x
-
-
-settles.add(
-    {
-        "checkpoint_inside": trained(Checkpointed, itertools.repeat((2, 3, 8))),
-        "two_batch_sizes": trained(MLP, [(4, 8), (8, 8)] * 30),
-        "growing_sizes": trained(MLP, [(2 + min(number // 4, 6), 8) for number in range(60)]),
-    }
-)
+@settles()
+def growing_sizes(session):
+    module, call = session.compiled(MLP)
+    optimizer = sgd(module)
+    for number in itertools.count():
+        loss = call(session.randn(2 + min(number // 4, 6), 8)).square().mean()
+        yield learn(module, loss, optimizer) + state(module)
 
 
 # ---- several models
@@ -260,32 +168,6 @@ def gan(session):
 # ---- weights that change
 
 
-class LoRA(nn.Module):
-    """Has an adapter that is switched on and off."""
-
-    def __init__(self):
-        super().__init__()
-        self.base = nn.Linear(8, 8).requires_grad_(False)
-        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
-        self.on = True
-
-    def forward(self, x):
-        y = self.base(x)
-        if self.on:
-            y = y + self.up(self.down(x))
-        return torch.tanh(y) * 2
-
-
-@settles()
-def lora_switched(session):
-    module, call = session.compiled(LoRA)
-    for number in itertools.count():
-        module.on = number % 3 != 2
-        with torch.set_grad_enabled(module.on):
-            loss = call(session.randn(4, 8)).square().mean()
-        yield learn(module, loss) if module.on else [loss]
-
-
 def swap_data(module, others):
     for parameter, other in zip(module.parameters(), others, strict=True):
         parameter.data, other.data = other.data, parameter.data
@@ -308,28 +190,6 @@ def averages_swapped_in(session):
         yield values
 
 
-@settles()
-def sets_of_data_taking_turns(session):
-    """Training goes on in whichever of two sets is there."""
-    module, call = session.compiled(MLP)
-    optimizer = sgd(module)
-    others = [p.detach() + 0.1 for p in module.parameters()]
-    for number in itertools.count():
-        if number % 3 == 2:
-            swap_data(module, others)
-        yield learn(module, call(session.randn(4, 8)).square().mean(), optimizer)
-
-
-@settles()
-def state_loaded_by_assignment(session):
-    module, call = session.compiled(MLP)
-    for number in itertools.count():
-        if number in (10, 20):
-            loaded = {name: value * 1.5 for name, value in module.state_dict().items()}
-            module.load_state_dict(loaded, assign=True)
-        yield learn(module, call(session.randn(4, 8)).square().mean(), sgd(module))
-
-
 def changed_before_each_step(change, make=MLP):
     def program(session):
         module, call = session.compiled(make)
@@ -340,12 +200,6 @@ def changed_before_each_step(change, make=MLP):
     return program
 
 
-def new_data(module):
-    """Memory that was freed comes back, as caching allocators give it."""
-    for parameter in module.parameters():
-        parameter.data = parameter.data * 1.01
-
-
 def views_of_one_new_tensor(module):
     """As where a flat parameter is gathered for every step."""
     parameters = [*module.parameters()]
@@ -353,10 +207,6 @@ def views_of_one_new_tensor(module):
     parts = flat.split([p.numel() for p in parameters])
     for parameter, data in zip(parameters, parts, strict=True):
         parameter.data = data.view_as(parameter)
-
-
-def one_weight_new(module):
-    module.layers[2].weight = nn.Parameter(module.layers[2].weight.detach() * 1.01)
 
 
 class TwoBuffers(nn.Module):
@@ -380,9 +230,7 @@ def buffers_change_places(module):
 
 settles.add(
     {
-        "new_data": changed_before_each_step(new_data),
         "views_of_one_new_tensor": changed_before_each_step(views_of_one_new_tensor),
-        "one_weight_new": changed_before_each_step(one_weight_new),
         "buffers_change_places": changed_before_each_step(buffers_change_places, TwoBuffers),
     }
 )
@@ -421,16 +269,15 @@ class Attention(nn.Module):
 
 
 class Cached(nn.Module):
-    """The same with a cache of its own."""
+    """The same with keys of its own."""
 
-    def __init__(self, length=6):
+    def __init__(self):
         super().__init__()
         self.attention = Attention()
-        self.register_buffer("keys", torch.zeros(2, length, 8))
-        self.register_buffer("values", torch.zeros(2, length, 8))
+        self.register_buffer("keys", torch.zeros(2, 6, 8))
 
-    def forward(self, x, position, values=None):
-        return self.attention(x, position, self.keys, self.values if values is None else values)
+    def forward(self, x, position, values):
+        return self.attention(x, position, self.keys, values)
 
 
 @settles(settings=ALL)
@@ -468,34 +315,7 @@ def results_passed_back(session):
         yield [carried]
 
 
-@settles()
-def results_passed_back_with_their_graph(session):
-    """A loop that goes on from what it got; every fifth step has a backward."""
-    module, call = session.compiled(MLP)
-    carried = session.randn(4, 8)
-    for number in itertools.count():
-        carried = call(carried)
-        yield [carried.detach()]
-        if number % 5 == 4:
-            yield learn(module, carried.square().mean())
-            carried = session.randn(4, 8)
-
-
-# ---- steps of training
-
-
-@settles()
-def evaluation_in_between(session):
-    module, call = session.compiled(lambda: nn.Sequential(MLP(), nn.Dropout(0.2), MLP()))
-    optimizer = sgd(module)
-    for number in itertools.count():
-        values = learn(module, call(session.randn(4, 8)).square().mean(), optimizer)
-        if number % 5 == 4:
-            module.eval()
-            with torch.no_grad():
-                values += [call(session.randn(6, 8)) for _ in range(3)]
-            module.train()
-        yield values
+# ---- what is held, and what changes while a backward is due
 
 
 def checkpoint_around(*, use_reentrant):
@@ -511,50 +331,12 @@ def checkpoint_around(*, use_reentrant):
     return program
 
 
-def zeroed_between(*, set_to_none):
-    def program(session):
-        module, call = session.compiled(MLP)
-        optimizer = sgd(module)
-        while True:
-            loss = call(session.randn(4, 8)).square().mean()
-            optimizer.zero_grad(set_to_none=set_to_none)
-            loss.backward()
-            yield [loss, *gradients(module)]
-            optimizer.step()
-
-    return program
-
-
 settles.add(
     {
-        "checkpoint_around": checkpoint_around(use_reentrant=False),
-        "reentrant_checkpoint_around": checkpoint_around(use_reentrant=True),
-        "zeroed_between": zeroed_between(set_to_none=True),
-        "zeroed_between_in_place": zeroed_between(set_to_none=False),
+        f"issue_154306_reentrant_{flag}": checkpoint_around(use_reentrant=flag)
+        for flag in (True, False)
     }
 )
-
-
-class TwoHeads(nn.Module):
-    """Reads one parameter as two."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.second.weight = self.first.weight
-
-    def forward(self, x, y):
-        return torch.tanh(self.first(x)) + torch.sin(self.second(y))
-
-
-@settles()
-def tied_at_two_inputs(session):
-    """The same tensors as two arguments of a function, and one parameter under two names."""
-    module, call = session.compiled(TwoHeads)
-    while True:
-        x = session.randn(4, 8).requires_grad_()
-        loss = call(x, x).square().mean() + call(x, session.randn(4, 8)).square().mean()
-        yield [*learn(module, loss), x.grad]
 
 
 @settles()
@@ -570,21 +352,6 @@ def saved_on_cpu(session):
 
 
 @settles()
-def written_arguments(session):
-    """An argument that is written, sometimes one and the same, sometimes a new one."""
-    module, call = session.compiled(Counter)
-    kept = session.randn(3)
-    for number in itertools.count():
-        given = kept if number % 3 else session.randn(3)
-        with torch.no_grad():
-            out = call(session.randn(4, 8), given)
-        yield [out, given, module.seen]
-
-
-# ---- what is held, and what changes while a backward is due
-
-
-@settles()
 def four_graphs_held(session):
     """Every backward comes three steps after its forward."""
     module, call = session.compiled(MLP)
@@ -593,30 +360,6 @@ def four_graphs_held(session):
         losses.append(call(session.randn(4, 8)).square().mean())
         values = list(losses)
         yield values + (learn(module, losses[0]) if len(losses) == 4 else [])
-
-
-@settles()
-def backward_that_never_comes(session):
-    module, call = session.compiled(MLP)
-    for number in itertools.count():
-        loss = call(session.randn(4, 8)).square().mean()
-        yield learn(module, loss) if number % 3 else [loss]
-
-
-@settles()
-def gradients_kept(session):
-    """A step goes by the gradients of the last three."""
-    module, call = session.compiled(MLP)
-    kept = collections.deque(maxlen=3)
-    while True:
-        loss = call(session.randn(4, 8)).square().mean()
-        loss.backward()
-        kept.append([p.grad for p in module.parameters()])
-        with torch.no_grad():
-            for parameter, *grads in zip(module.parameters(), *kept, strict=True):
-                parameter -= 0.01 * sum(grads)
-        module.zero_grad()
-        yield [loss, *(grad for grads in kept for grad in grads)]
 
 
 @settles(settings=ALL)
@@ -684,96 +427,6 @@ def runners(others=()):
     plans = [live.plan for live in ran if hasattr(live, "plan")]
     runs = [step.run for plan in plans for step in plan.steps]
     return [run for run in runs if hasattr(run, "table") and run not in others]
-
-
-def test_a_cache_that_is_a_new_buffer_costs_two_calls_a_generation(way):
-    """Read in place where it lay before; the other tokens of a generation replay."""
-    totals = []
-
-    def program(session):
-        module, call = session.compiled(lambda: Cached(length=12).requires_grad_(False))
-        values = []
-        for number in range(120):
-            if number % 12 == 0:
-                module.keys, module.values = torch.zeros_like(module.keys), module.values * 0
-                before = counts()
-            with torch.no_grad():
-                out = call(session.randn(2, 1, 8), session.tensor([number % 12]))
-            values += [out, module.keys.clone(), module.values.clone()]
-            if number % 12 == 11 and session.options["driver"] == way.driver:
-                totals.append(grown(before))
-        return values
-
-    way.compare(program)
-    for total in totals[1:]:
-        assert total["warmups"] + total["plain_calls"] <= 1, totals
-        assert total["recordings"] <= 2, totals
-    assert totals[-1]["recordings"] == 1, totals
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_layers_that_share_code_have_no_placeholders_for_weights(way, training):
-    """In their first calls neither."""
-    copied, inputs = [], []
-
-    def program(session):
-        others = runners()
-        layers = session.module(lambda: nn.ModuleList(MLP(16, 1) for _ in range(80)))
-        calls = [session.compile(layer) for layer in layers]
-        values = []
-        for _ in range(6):
-            before, x = cgpass.counters(), session.randn(4, 16)
-            with torch.set_grad_enabled(training):
-                for call in calls:
-                    x = call(x)
-                loss = x.square().mean()
-            if training:
-                loss.backward()
-                values += gradients(layers)
-                layers.zero_grad()
-            values.append(loss.detach())
-            if session.options["driver"] == way.driver:
-                after = cgpass.counters()
-                replays = after["replays"] - before["replays"]
-                copied.append((after["copied_bytes"] - before["copied_bytes"], replays))
-        for runner in runners(others):
-            for recording in runner.table.all():
-                inputs.append({*recording.copied_inputs} & {*runner.layout.checked})
-        return values
-
-    counters = way.compare(program)
-    assert copied[-1][1] == 80 * (1 + training), copied
-    for (
-        number_of_bytes,
-        replays,
-    ) in copied:  # a layer's input and its gradient, never 16 x 16 weights
-        assert number_of_bytes <= replays * 2 * 4 * 16 * 4, copied
-    assert not any(inputs), inputs
-    assert counters["recordings"] == 80 * (1 + training), counters
-
-
-def test_more_forwards_than_may_be_pending_run_without_a_graph(way, caplog):
-    def program(session):
-        module, call = session.compiled(MLP)
-        values = []
-        for _ in range(20):
-            losses = [call(session.randn(4, 8)).square().mean() for _ in range(7)]
-            for loss in losses[::2] + losses[1::2]:
-                loss.backward()
-            values += [*losses, *gradients(module)]
-            values = [value.detach().clone() for value in values]
-            module.zero_grad()
-        return values
-
-    with caplog.at_level(logging.WARNING, "cgpass"):
-        counters = way.compare(program, max_pending_calls=4)
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 1, messages
-    assert "results of 4 earlier calls are still referenced" in messages[0]
-    assert 'options={"max_pending_calls": 8}' in messages[0]
-    assert counters["plain_calls"] >= 2 * 3 * 15, counters
-    assert counters["replays"] >= 2 * 4 * 15, counters
-    assert counters["recordings"] <= 10, counters
 
 
 def recordings_of(owner):
@@ -851,25 +504,6 @@ def test_nothing_grows_with_thousands_of_sizes(way, training, sizes, caplog):
     assert all("never recorded, since the first dimension of x" in each for each in messages)
 
 
-def test_a_written_buffer_at_a_new_place_is_written_back(way):
-    def program(session):
-        module, call = session.compiled(RunningMean)
-        values, given = [], []
-        for _ in range(30):
-            module.mean = session.randn(8)
-            given.append(module.mean)
-            loss = call(session.randn(4, 8)).square().mean()
-            loss.backward()
-            assert module.mean is given[-1]
-            values += [loss.detach(), *gradients(module), module.mean.clone()]
-            module.zero_grad()
-        return values + given
-
-    counters = way.compare(program)
-    assert counters["replays"] >= 2 * 30 - 8, counters
-    assert counters["recordings"] <= 4, counters
-
-
 def made_anew(memory):
     """A tensor in memory that was another one's."""
     storage = torch_private.storage_at(memory.data_ptr(), memory.nbytes, memory.device)
@@ -920,44 +554,3 @@ def test_memory_that_comes_back_as_another_tensor_is_recorded_once_for_a_size(se
         for size in [other, 2] * 3:
             check_one(size)
         assert not any(grown(before)[name] for name in NEVER)
-
-
-class Large(nn.Module):
-    """Has a weight of 1.2 MiB between small ones."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.large, self.last = nn.Linear(8, 320), nn.Linear(320, 1000), MLP(1000, 1)
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.large(self.first(x))))
-
-
-def test_a_large_parameter_that_is_new_in_every_call_runs_without_a_graph(way, caplog):
-    def program(session):
-        module, call = session.compiled(lambda: Large().requires_grad_(False))
-        values = []
-        for _ in range(20):
-            module.large.weight = nn.Parameter(module.large.weight * 0.9, requires_grad=False)
-            values.append(call(session.randn(4, 8)).clone())
-        return values
-
-    with caplog.at_level(logging.WARNING, "cgpass"):
-        counters = way.compare(program, max_copied_mib=1)
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 1, messages
-    assert "large.weight (float32[1000, 320], read at " in messages[0]
-    assert "in forward: return self.last(torch.tanh(self.large(self.first(x)))))" in messages[0]
-    assert "too large to be copied (max_copied_mib=1)" in messages[0]
-    assert (counters["replays"], counters["recordings"]) == (0, 0), counters
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_an_option_that_was_removed_says_what_is_there_instead(name):
-    says = re.escape(f"cgpass: option {name!r} was removed: {REMOVED[name]}.")
-    with pytest.raises(OptionError, match=says):
-        cgpass.set_defaults(**{name: 1})
-    call = torch.compile(MLP(), backend=cgpass.cgpass, options={name: 1})
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=says) as raised:
-        call(torch.randn(4, 8))
-    assert isinstance(raised.value.inner_exception, OptionError)
