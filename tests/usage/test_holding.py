@@ -24,7 +24,6 @@ from tests.usage.programs import (
     steady,
 )
 
-
 ways = Ways()
 
 
