@@ -439,3 +439,38 @@ def test_another_module_is_no_error_where_replacing_is(way, training):
             shared(modules[0], batch)
         weight.data = kept
         torch.testing.assert_close(shared(modules[0], batch), modules[0](batch))
+
+
+def test_a_call_whose_own_input_is_moved_to_make_room_is_not_recorded_at_its_old_place(setting):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+            self.b = nn.Parameter(torch.linspace(1.0, 2.0, 6))
+
+        def forward(self, x):
+            q = (x * self.a).sin().exp()
+            k = torch.nonzero(q > 1.0).sum()
+            return ((q + k).sin() * self.b).cos(), q
+
+    def program(session):
+        module, call = session.compiled(Model, dynamic=False)
+        values = []
+        first, other = module.a.data, module.a.data * 0.5
+
+        def calls(count):
+            for _ in range(count):
+                values.extend(t.clone() for t in call(session.randn(3, 6)))
+
+        with torch.no_grad():
+            calls(3)
+            module.a.data = other
+            calls(3)
+            module.a.data = first
+            kept = module.b.data
+            module.b.data = kept.clone()
+            calls(4)
+        return values
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        setting.compare(program, min_partition_ops=1, on_skip="silent")

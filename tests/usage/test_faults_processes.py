@@ -37,27 +37,6 @@ def status_of_a_fork(check):
     return os.waitpid(pid, 0)[1]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
-def test_a_fork_between_calls():
-    weight = torch.randn(4, 4)
-
-    def fn(x):
-        return (x @ weight).sin().cos()
-
-    call = torch.compile(fn, backend="cgpass", options=OPTIONS)
-    inputs = [torch.randn(3, 4) for _ in range(6)]
-    for x in inputs[:3]:
-        held = call(x)
-
-    def goes_on():
-        for x in inputs:
-            assert torch.equal(call(x), fn(x))
-        assert torch.equal(held, fn(inputs[2]))
-
-    assert status_of_a_fork(goes_on) == 0
-    goes_on()
-
-
 class Waits:
     """A function that a thread is inside of, capturing, until it may go on."""
 

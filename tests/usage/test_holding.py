@@ -716,3 +716,42 @@ def test_gradients_of_transposed_weights_are_copied_into_no_graph(way):
     assert counters["replays"] > 0
     # what lies between; a weight has 16384
     assert counters["copied_bytes"] / counters["replays"] < 2048
+
+
+def test_what_is_held_of_a_dropped_recording_is_not_where_older_ones_write(setting):
+    def program(session):
+        call = session.wrap(lambda x: x.sin().exp().cos().tanh() * 2)
+        small, large, third, new = (session.randn(*s) for s in ((2, 12), (12, 2), (4, 6), (3, 8)))
+        with torch.no_grad():
+            call(small), call(large), call(large)
+            out = call(small)
+            for _ in range(40):
+                call(third)
+            call(new), call(new)  # the idle recording of `small` makes room
+            call(large)
+        return [out]
+
+    setting.compare(program, max_recordings=3)
+
+
+def test_outputs_that_share_memory_share_the_count_of_writes(setting):
+    def program(session):
+        def fn(x):
+            y = x.exp()
+            return y, y.t()
+
+        call = session.compile(fn)
+        refused = 0
+        for _ in range(5):
+            x = session.randn(3, 3).requires_grad_()
+            first, second = call(x)
+            with torch.no_grad():
+                first.add_(1)
+            try:
+                (first.sum() + second.sum()).backward()
+            except RuntimeError:
+                refused += 1
+            del first, second
+        return [refused]
+
+    setting.compare(program, min_partition_ops=1)

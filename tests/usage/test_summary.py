@@ -208,18 +208,6 @@ def test_a_reset_leaves_out_graph_breaks_of_what_is_not_called_again():
     torch.compiler.reset()
 
 
-def test_torchs_reset_reaches_what_was_wrapped_before_an_earlier_one():
-    torch.compiler.reset()
-    call = torch.compile(
-        Breaks(), backend="cgpass", options={"driver": "simulated", "compiler": "eager"}
-    )
-    for _ in range(2):
-        call(X)
-        assert "graph break" in cgpass.summary()
-        torch.compiler.reset()
-        assert cgpass.summary() == "no graph was compiled"
-
-
 def many_options(fn, *args):
     torch.compiler.reset()
     for number in range(10):
