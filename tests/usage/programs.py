@@ -80,6 +80,8 @@ class Setting:
     device: torch.device
     driver: str
     compiler: str = "eager"
+    warn_only: bool = False
+    """Whether an operator that has no deterministic algorithm is only warned of."""
 
     def session(self, **options):
         return Session(self.device, {"driver": self.driver, "compiler": self.compiler, **options})
@@ -95,7 +97,7 @@ class Setting:
     def _run(self, program, session):
         torch.compiler.reset()
         torch.manual_seed(SEED)
-        with deterministic():
+        with deterministic(warn_only=self.warn_only):
             values = program(session)
             if inspect.isgenerator(values):
                 values = [value for step in values for value in step]
@@ -158,9 +160,9 @@ def _same(a, b):
 
 
 @contextlib.contextmanager
-def deterministic():
+def deterministic(*, warn_only=False):
     """Deterministic algorithms; nothing in these programs lacks one."""
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
     try:
         yield
     finally:
