@@ -102,30 +102,20 @@ def test_a_thread_that_is_ended_while_it_waits_for_its_turn():
         assert torch.equal(wrapper(x), x.sin() + 1)
 
 
-@pytest.mark.parametrize("kind", ["no such folder", "a folder", "full"])
-def test_a_report_that_cannot_be_written(kind, tmp_path, monkeypatch):
+def test_a_report_that_fills_the_disk(tmp_path, monkeypatch):
     """An error says so, and what was there is as it was."""
     report = cgpass.explain(torch.nn.Linear(4, 4), torch.randn(2, 4), options=OPTIONS)
-    path = tmp_path / "report.json"
+    path, write = tmp_path / "report.json", Path.write_text
     report.save(path)
     before = path.read_text()
-    if kind == "full":
-        write = Path.write_text
 
-        def write_half(path, text, **kwargs):
-            write(path, text[: len(text) // 2], **kwargs)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def write_half(path, text, **kwargs):
+        write(path, text[: len(text) // 2], **kwargs)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        monkeypatch.setattr(Path, "write_text", write_half)
-    elif kind == "a folder":
-        (tmp_path / "folder.json").mkdir()
-    wanted, message = {
-        "no such folder": (tmp_path / "nowhere" / "report.json", "nowhere' to save the report in"),
-        "a folder": (tmp_path / "folder.json", "can't be written"),
-        "full": (path, "can't be written"),
-    }[kind]
-    with pytest.raises(cgpass.errors.ReportError, match=message):
-        report.save(wanted)
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(cgpass.errors.ReportError, match="can't be written"):
+        report.save(path)
     assert path.read_text() == before
     assert not list(tmp_path.glob("*.part"))
 

@@ -144,21 +144,6 @@ def test_a_partition_whose_calls_are_refused_is_not_shown_as_captured():
     torch.compiler.reset()
 
 
-def test_defaults_are_those_of_the_moment_in_which_a_function_is_compiled():
-    torch.compiler.reset()
-    with cgpass.set_defaults(driver="simulated", compiler="eager", min_partition_ops=1):
-        inside = torch.compile(lambda x: x.sin() + 1, backend="cgpass")
-        outside = torch.compile(lambda x: x.cos() + 1, backend="cgpass")
-        with programs.counted() as counters:
-            inside(X)
-        assert counters["partitions_captured"] == 1
-    with programs.counted() as counters, cgpass.set_defaults(driver="none", compiler="eager"):
-        outside(X)
-        inside(X)
-    assert (counters["partitions_captured"], counters["calls"]) == (0, 1)
-    torch.compiler.reset()
-
-
 def test_a_reset_begins_the_summary_anew():
     torch.compiler.reset()
     options = {"driver": "simulated", "compiler": "eager"}
@@ -246,11 +231,3 @@ def test_the_recompile_limit_is_named(fn, place):
     assert (left.rest, left.detail) == (place, f"noted before this report: {said}")
     torch.compiler.reset()
     assert cgpass.summary() == "no graph was compiled"
-
-
-def test_the_recompile_limit_of_another_backend_is_not_ours():
-    torch.compiler.reset()
-    for size in range(2, 13):
-        torch.compile(one_more, backend="eager", dynamic=False)(torch.ones(size))
-    assert cgpass.summary() == "no graph was compiled"
-    torch.compiler.reset()

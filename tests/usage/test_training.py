@@ -15,7 +15,6 @@ from tests.usage.programs import (
     Ways,
     assert_replays,
     assert_steady,
-    gradients,
     learn,
     steady,
 )
@@ -97,16 +96,6 @@ def training_no_grad_and_evaluation_take_turns(session):
             module.train()
         out = call(batch)
         yield [out.detach(), *learn(module, out.square().mean()), *programs.state(module)]
-
-
-@ways(counts=steady(4))
-def two_models_do_not_disturb_each_other(session):
-    first, call_first = session.compiled(MLP)
-    second, call_second = session.compiled(lambda: MLP(depth=3))
-    for batch in session.batches(4, 8):
-        middle = call_first(batch)
-        yield [middle.detach(), *learn(second, call_second(middle).square().mean())]
-        yield gradients(first)
 
 
 @ways.everywhere

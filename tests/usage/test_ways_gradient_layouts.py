@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 
 class Convolutions(nn.Module):
@@ -71,27 +70,3 @@ def test_gradients_of_inputs_go_on_as_they_are(setting, monkeypatch):
     ((ours,), (default,)) = found.values()
     assert torch.equal(ours, default)
     assert strides(ours) == strides(default)
-
-
-def copies(call, module, x):
-    """Gradients that autograd copies into the layout of their parameters, in a step after some."""
-    for _ in range(6):
-        loss = call(x).square().sum()
-        module.zero_grad()
-        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
-            loss.backward()
-    return [event.name for event in profiled.events()].count("aten::new_empty_strided")
-
-
-def test_autograd_copies_no_gradient(setting):
-    found = {}
-
-    def program(session):
-        module, call = session.compiled(Convolutions)
-        x = session.randn(2, 72, 8, 8)
-        found["ours"] = copies(call, module, x)
-        found["default"] = copies(torch.compile(module), module, x)
-        return [p.grad.clone() for p in module.parameters()]
-
-    setting.run(program, compiler="inductor")
-    assert found["ours"] == 0 < found["default"]

@@ -61,19 +61,6 @@ class Flattened(nn.Module):
         return self.wait(x).flatten(1).tanh() * x.view(2, -1).sin()
 
 
-class Narrowed(nn.Module):
-    """Saves a slice whose gaps are as wide as its input."""
-
-    def __init__(self, where):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8))
-        self.wait = WAITS[where]
-
-    def forward(self, x):
-        part = (self.weight @ x)[:, :6]
-        return self.wait(part) * part.sigmoid() * part.cos()
-
-
 class InOneBuffer(nn.Module):
     """A convolution's weight, which Inductor's forward saves in another layout, shares its memory with what it does not."""
 
@@ -143,13 +130,6 @@ def test_slices_that_are_saved_lie_as_the_backward_expects(setting, where, dynam
 
 def test_a_backward_that_views_what_is_saved_is_split(setting):
     check(setting, lambda: Flattened("backward"), [(2, 4, 5, 6)] * 24)
-
-
-@pytest.mark.parametrize("where", WAITS)
-def test_gaps_grow_with_what_they_are_in(setting, where):
-    one_of_each_on_cpu(setting, another=where == "backward")
-    sizes = [(8, n) for n in (7, 7, 9, 8, 7, 9) for _ in range(12)]
-    check(setting, lambda: Narrowed(where), sizes, dynamic=True)
 
 
 class Kept(Flattened):
