@@ -158,7 +158,10 @@ class Pair:
         """Run the hooks after the forward."""
         d, device = self.description, self._owner.driver.device
         results = [
-            torch.zeros((), dtype=dtype, device=device).expand(shape)
+            # of bytes: some dtypes have no zeros of their own
+            torch.zeros(dtype.itemsize, dtype=torch.uint8, device=device)
+            .view(dtype)[0]
+            .expand(shape)
             for shape, _, dtype in self._layouts
         ]
         d.hooks.run("forward", d.hooked, *self._arguments, self.structure.build(results))
@@ -187,6 +190,7 @@ class Pair:
         """Record the backward, with its hooks around; gradients are laid out as results are."""
         d = self.description
         d.hooks.run("pre_backward", d.hooked)
+        self.states.begin_backward()
         key, first = self._layout.static_key(args), len(args) - len(self._generators)
         for i, n in enumerate(self.graph.with_grad, first - len(self.graph.with_grad)):
             args[i] = self._gradient(n).copy_(args[i])
@@ -311,9 +315,7 @@ class Pair:
             args = [*saved[: self._num_saved], *members, *grads, *self._generators]
             saved.clear()
             grads.clear()
-            if call.position is not None:
-                self.states.rewind(call.position)
-            found = self._replay_backward(args)
+            found = self._replay_backward(args, call.position)
             if self._weight_grads is not None:
                 self.description.due.append(call)
             elif ends and not torch_private.keeps_graph():
@@ -333,7 +335,7 @@ class Pair:
         with no_autocast_cache():
             return self.graph.backward(saved, grads, members, self._wanted)
 
-    def _replay_backward(self, args: list[Any]) -> Sequence[Any]:
+    def _replay_backward(self, args: list[Any], position: Any) -> Sequence[Any]:
         d, owner = self.description, self._owner
         key = self._layout.static_key(args)
         recording = self._choose(args, key)
@@ -346,6 +348,8 @@ class Pair:
         if recording is None:
             d.stats.plain_calls += 1
             return self._run_graph(args)
+        if position is not None:  # what a recording of a backward draws from is known once it is recorded
+            self.states.rewind(position)
         outputs = recording.run(args)
         args.clear()
         d.stats.replays += 1

@@ -34,7 +34,11 @@ class Net(nn.Module):
 
     def forward(self, x):
         out = getattr(torch, self.name)(self.fn(self.dropout(self.body(x))))
-        return out * self.scale * sum(self.table) + self.shift + self.plain.to(x.device)
+        return out * self.scale * sum(self.table) + self.shift + self.plain
+
+    def _apply(self, fn, recurse=True):
+        self.plain = fn(self.plain)
+        return super()._apply(fn, recurse)
 
 
 def expected(changes, usual):
@@ -285,7 +289,7 @@ ATTRIBUTES = {
     "a buffer in place": (lambda t: t.module.shift.mul_(3), 4),
     "a buffer": (lambda t: t.module.register_buffer("shift", t.module.shift * 2), 4),
     "a tensor in place": (lambda t: t.module.plain.mul_(3), 4),
-    "a tensor": (attribute("plain", torch.full((8,), 0.5)), 4),
+    "a tensor": (lambda t: setattr(t.module, "plain", t.module.plain * 0 + 0.5), 4),
     "dropout": lambda t: setattr(t.module.dropout, "p", 0.1),
     "eval": lambda t: t.module.eval(),
     "train": (lambda t: t.module.train(), 4),
