@@ -429,10 +429,7 @@ copy of what was saved; then the backward goes through, and there is nothing to 
 def first_difference(ours, plain, *, refused_too=False):
     """Text of the first thing that a user sees differently, or None.
 
-    Args:
-        ours: What was seen with graphs.
-        plain: What was seen without.
-        refused_too: Whether a backward that autograd refuses must be refused with graphs as well.
+    With `refused_too` a backward that autograd refuses must be refused with graphs as well.
     """
     for (step, name, value), (_, other_name, expected) in zip(ours, plain, strict=False):
         mine_fails, other_fails = name.startswith("error"), other_name.startswith("error")

@@ -285,20 +285,6 @@ def modules_moved_to_another_dtype_and_back(session):
 
 
 @ways(replays="some")
-def copies_of_a_module_and_of_its_compiled_form(session):
-    module, call = session.compiled(MLP)
-    batches = session.batches(4, 8, count=4)
-    values = sgd_step(module, call, batches[0]) + sgd_step(module, call, batches[1])
-    other = copy.deepcopy(call)  # as it is now, with weights of its own
-    separate = copy.deepcopy(module)
-    fresh = session.compile(separate)
-    for batch in batches:
-        for its_module, its_call in ((module, call), (other, other), (separate, fresh)):
-            values += sgd_step(its_module, its_call, batch)
-    return values
-
-
-@ways(replays="some")
 def tensors_in_a_closure_and_in_a_list_change(session):
     scale, tables = session.randn(8), [session.randn(8), session.randn(8)]
     call = session.compile(lambda x: ((x * scale).sin() + tables[0] - tables[1]).exp())

@@ -13,7 +13,7 @@ from cgpass import telemetry, torch_private
 from cgpass.errors import CaptureError
 from cgpass.runtime import owner as owners
 from cgpass.runtime.capturing import is_any_capture_running
-from tests.usage.programs import ATEN, MLP, Ways, counted, learn, rows, train
+from tests.usage.programs import ATEN, MLP, Ways, counted, learn
 
 COMPILERS = ["eager", "inductor"]
 SOME = {"replays": "some"}
@@ -175,18 +175,6 @@ def test_two_operators_that_only_a_capture_shows(setting, caplog):
     assert "failures.fails_oddly.default" in second
 
 
-def test_convolutions_around_a_guilty_operator(setting):
-    """What Inductor lays out its own way for the backward stays so."""
-
-    def make():
-        return nn.Sequential(nn.Conv1d(4, 4, 3), Around(fails), nn.Conv1d(4, 4, 3))
-
-    program = train(make, rows(2, 4, 10), steps=12)
-    counters = close(setting, program, compiler="inductor")
-    assert counters["partitions_eager"] == 1
-    assert counters["replays"] > 0
-
-
 def test_raise_names_operator_and_line(setting):
     def program(session):
         _, call = session.compiled(lambda: Around(fails))
@@ -319,26 +307,6 @@ def a_checkpoint_recomputes_with_what_was_compiled_since(session):
         yield learn(module, checkpoint(call, x, use_reentrant=False).square().mean())
 
 
-class AroundAndReads(Around):
-    """A guilty operator in the first of two captured parts: the other part and the backward read what it made."""
-
-    def forward(self, x):
-        x = self.op(self.first(x))
-        y = nn.functional.gelu(x * 2 + 1).tanh().sin()
-        count = (y.detach() > 0).sum().item()
-        return self.second(y * (count + 1)) + x, y
-
-
-@ways(**SOME, on_skip="silent")
-def partitions_that_read_what_a_split_one_makes(session):
-    module, call = session.compiled(lambda: AroundAndReads(fails))
-    held = []
-    for x in session.batches(4, 8, count=24):
-        held += call(x)
-        yield learn(module, held[-2].square().mean())
-    yield [h.detach() for h in held]
-
-
 @ways(**SOME)
 def outputs_of_a_split_partition_stay(session):
     """Held over later calls, fed back, pending backwards: as any other output."""
@@ -405,12 +373,6 @@ def of_sizes(*sizes):
             return [call(session.randn(size, 8)).clone() for size in sizes]
 
     return program
-
-
-def test_sizes_that_vary_around_a_guilty_operator(setting):
-    counters = close(setting, of_sizes(3, 5, 3, 5, 7, 3, 5, 7, 3), compiler="eager")
-    assert counters["partitions_captured"] == 2
-    assert counters["replays"] > 0
 
 
 def test_sizes_that_kernels_were_not_compiled_for(setting, monkeypatch):

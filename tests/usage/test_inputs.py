@@ -11,7 +11,6 @@ from tests.usage.programs import (
     ALL,
     MLP,
     Block,
-    ConvNet,
     Counter,
     Ways,
     assert_steady,
@@ -19,7 +18,6 @@ from tests.usage.programs import (
     gradients,
     learn,
     long_enough,
-    state,
     steady,
 )
 
@@ -106,17 +104,6 @@ def conjugate_and_negative_bits(session):
 
 
 @ways(replays="some")
-def batch_norm_counts_under_no_grad_and_keeps_its_buffers(session):
-    module, call = session.compiled(ConvNet)
-    for number, batch in enumerate(session.batches(2, 3, 8, 8, count=9)):
-        with torch.set_grad_enabled(number % 2 == 0):
-            out = call(batch)
-        yield [out.detach(), *state(module)]
-        if number == 5:
-            module.body[1].reset_running_stats()
-
-
-@ways(replays="some")
 def an_input_changed_without_gradient_that_needs_one_elsewhere(session):
     def fn(x, weight):
         with torch.no_grad():
@@ -179,20 +166,6 @@ def tensors_made_in_inference_mode_and_outside(session):
         else:
             values = learn(module, call(batch).square().mean())
         yield values
-
-
-@ways(replays="some")
-def an_optional_input_and_keywords(session):
-    def fn(x, mask=None, *, scale=1.0, reverse=False):
-        x = long_enough(x) * scale
-        if mask is not None:
-            x = x.masked_fill(mask, 0)
-        return x.flip(0) if reverse else x
-
-    call = session.compile(fn)
-    for x in session.batches(4, 8, count=3):
-        yield [call(x), call(x, x > 0), call(mask=None, x=x, reverse=True)]
-        yield [call(x, scale=2.0), call(x, x > 0, reverse=True)]
 
 
 def numbers(*values):

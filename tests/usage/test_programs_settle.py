@@ -6,7 +6,6 @@ its steps; in the second half no call runs without a graph and nothing is record
 
 import collections
 import contextlib
-import copy
 import itertools
 import random
 import sys
@@ -101,29 +100,6 @@ def gru_whose_hidden_state_goes_on(session):
 # ---- state
 
 
-class Attribute(nn.Module):
-    """Keeps its state in a plain attribute."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.prev = torch.zeros(8)
-
-    def forward(self, x):
-        y = torch.tanh(self.linear(x) + self.prev.to(x.device))
-        self.prev = y.detach().mean(0)
-        return y
-
-
-@settles()
-def a_state_in_a_plain_attribute(session):
-    module, call = session.compiled(Attribute)
-    optimizer = sgd(module)
-    while True:
-        out = call(session.randn(4, 8))
-        yield [out, module.prev, *learn(module, out.square().mean(), optimizer)]
-
-
 @settles()
 def growing_sizes(session):
     module, call = session.compiled(MLP)
@@ -134,21 +110,6 @@ def growing_sizes(session):
 
 
 # ---- several models
-
-
-@settles()
-def teacher_and_student(session):
-    student, call = session.compiled(MLP)
-    teacher = copy.deepcopy(student).requires_grad_(False)
-    teach, optimizer = session.compile(teacher), sgd(student)
-    while True:
-        batch = session.randn(4, 8)
-        with torch.no_grad():
-            target = teach(batch)
-        values = learn(student, F.mse_loss(call(batch), target + 1), optimizer)
-        with torch.no_grad():
-            torch._foreach_lerp_([*teacher.parameters()], [*student.parameters()], 0.1)
-        yield [*values, *state(teacher)]
 
 
 @settles()
@@ -171,23 +132,6 @@ def gan(session):
 def swap_data(module, others):
     for parameter, other in zip(module.parameters(), others, strict=True):
         parameter.data, other.data = other.data, parameter.data
-
-
-@settles()
-def averages_swapped_in(session):
-    module, call = session.compiled(MLP)
-    optimizer = sgd(module)
-    averages = [p.detach().clone() for p in module.parameters()]
-    for number in itertools.count():
-        values = learn(module, call(session.randn(4, 8)).square().mean(), optimizer)
-        with torch.no_grad():
-            torch._foreach_lerp_(averages, [*module.parameters()], 0.1)
-        if number % 4 == 3:
-            swap_data(module, averages)
-            with torch.no_grad():
-                values.append(call(session.randn(4, 8)))
-            swap_data(module, averages)
-        yield values
 
 
 def changed_before_each_step(change, make=MLP):

@@ -24,15 +24,6 @@ def issue_96693_accumulated_gradients(session):
         module.zero_grad()
 
 
-@ways(**SMALL)
-def issue_144386_two_results_of_one_function(session):
-    call, x = session.compile(lambda x: torch.matmul(x, x)), session.randn(10, 10)
-    for _ in range(4):
-        y1 = call(x)
-        y2 = call(x)
-        yield [y1, y2]
-
-
 @ways(settings=ALL, **SMALL)
 def issue_152887_function_fed_its_own_output(session):
     call = session.compile(lambda x: x + 1)

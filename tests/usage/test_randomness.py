@@ -10,7 +10,6 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -27,7 +26,6 @@ from tests.usage.programs import (
     Ways,
     assert_replays,
     assert_steady,
-    gradients,
     learn,
     one_of_each_on_cpu,
 )
@@ -181,14 +179,6 @@ class OneMask(nn.Module):
         return checkpoint(lambda x: F.dropout(x.sin() + 2, 0.5) * 3, x, use_reentrant=False)
 
 
-class NotPreserved(nn.Module):
-    """Draws anew in the backward in eager, and repeats the forward's numbers where torch.compile traces it."""
-
-    def forward(self, x):
-        part = lambda x: F.dropout(x.sin() + 2, 0.5) * 3  # noqa: E731
-        return checkpoint(part, x, use_reentrant=False, preserve_rng_state=False)
-
-
 unread = trained(Unread)
 add({"Noise": trained(Noise), "Unread": unread})
 add({"Masks": trained(Masks), "Selective": trained(Selective)}, on_cpu=("exact",))
@@ -337,30 +327,11 @@ def saved_as_copies(session):
         yield learn(module, out.square().sum())
 
 
-class Watching(TorchDispatchMode):
-    """Knows no higher-order operators."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **kwargs or {})
-
-
-def a_backward_in_a_dispatch_mode(session):
-    module, call = session.compiled(Masks)
-    for x in session.batches(4, 16):
-        y = call(x.requires_grad_())
-        with Watching():
-            y.square().sum().backward()
-        yield [y.detach().clone(), x.grad, *gradients(module)]
-        module.zero_grad()
-
-
 add({"used twice": a_graph_is_used_twice_and_some_never}, replays="some")
 add({"sizes are symbols": sizes(dynamic=True)})
 add({"layers that share a region": layers_that_share_a_region})
 add({"saved as copies": saved_as_copies}, on_cpu=("paired",), replays="some")
-ways.add(
-    {"sizes": sizes(dynamic=None), "a backward in a dispatch mode": a_backward_in_a_dispatch_mode}
-)
+ways.add({"sizes": sizes(dynamic=None)})
 ways.add({"calls without gradients": calls_without_gradients_in_between}, replays="some")
 
 
@@ -463,10 +434,9 @@ def test_dropout(setting, compiler):
 # ---- what a mask says of its gradient
 
 
-@pytest.mark.parametrize("make", [OneMask, NotPreserved])
 @pytest.mark.parametrize("rng", RNG)
-def test_a_gradient_is_there_exactly_where_the_output_is(way, rng, make):
-    _, call = way.session(rng=rng, min_partition_ops=1).compiled(make)
+def test_a_gradient_is_there_exactly_where_the_output_is(way, rng):
+    _, call = way.session(rng=rng, min_partition_ops=1).compiled(OneMask)
     seen = []
     for _ in range(12):
         inputs = [torch.randn(64, 64, device=way.device).requires_grad_() for _ in range(2)]

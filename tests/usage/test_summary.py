@@ -144,25 +144,6 @@ def test_a_partition_whose_calls_are_refused_is_not_shown_as_captured():
     torch.compiler.reset()
 
 
-def test_a_reset_begins_the_summary_anew():
-    torch.compiler.reset()
-    options = {"driver": "simulated", "compiler": "eager"}
-    first, second = (
-        torch.compile(lambda x, n=n: x.sin() + n, backend="cgpass", options=options) for n in (1, 2)
-    )
-    for call in (first, second):
-        call(X)
-    assert "test_summary.py" in cgpass.summary()
-    cgpass.reset()
-    assert cgpass.summary() == "no graph was compiled"
-    assert cgpass.counters()["graphs"] > 0
-    second(X)
-    line, _ = cgpass.summary().splitlines()
-    assert line.endswith("1 partition captured (2 operators), 0 eager (0 operators)")
-    torch.compiler.reset()
-    assert cgpass.summary() == "no graph was compiled"
-
-
 def test_a_reset_leaves_out_graph_breaks_of_what_is_not_called_again():
     torch.compiler.reset()
     options = {"driver": "simulated", "compiler": "eager"}

@@ -34,13 +34,6 @@ def test_training_replays_every_step_but_the_first(setting, model):
     assert counters["calls"] == 12
 
 
-def test_training_through_inductor(setting):
-    """On CPU the transformer block is test_randomness.py's, with dropout: its kernels take long to build."""
-    model = "mlp" if setting.device.type == "cpu" else "transformer block"
-    counters = setting.compare(programs.train(*MODELS[model]), compiler="inductor")
-    assert_steady(counters, captured=2)
-
-
 def changing_sizes(sizes, **kwargs):
     def program(session):
         module, call = session.compiled(MLP, **kwargs)
@@ -78,11 +71,6 @@ def test_a_size_that_depends_on_data_splits_the_forward(setting):
 
 
 ways = Ways(*ATEN)
-# 4 compiles for 4 alone, 10 for any size: two graphs of two partitions each
-ways.add(
-    {"shapes found to be dynamic": changing_sizes([4, 4, 10, 6, 10, 6, 10, 6])},
-    counts=steady(4, recordings=6, warmups=6),
-)
 
 
 @ways(counts=steady(4))

@@ -5,7 +5,6 @@ import torch
 from torch.nn import functional as F
 
 from cgpass import telemetry
-from tests.usage import programs
 
 LIB = torch.library.Library("unsafe_ops_tests", "FRAGMENT")
 LIB.define("composite(Tensor x) -> Tensor")
@@ -65,26 +64,6 @@ def test_what_a_named_operator_is_traced_as_runs_between_graphs(way, name, caplo
         assert eager, str(graph)
         assert all(f"{name}" in reason for p in eager for reason in p.lines), str(graph)
     assert not [r for r in caplog.records if "of which no call is seen" in r.getMessage()]
-
-
-def test_with_inductor_too():
-    torch.compiler.reset()
-    call = torch.compile(
-        lambda x: F.gelu(x.sin() + 1).cos().exp(),
-        backend="cgpass",
-        options={
-            "driver": "simulated",
-            "unsafe_ops": ("aten::gelu",),
-            "min_partition_ops": 1,
-            "on_skip": "silent",
-        },
-    )
-    with programs.counted() as counters:
-        for _ in range(3):
-            call(torch.ones(4))
-    assert (counters["partitions_captured"], counters["partitions_eager"]) == (2, 1)
-    assert (counters["recordings"], counters["replays"]) == (2, 4)
-    torch.compiler.reset()
 
 
 def test_a_name_that_leaves_no_trace_is_warned_of_once(caplog):

@@ -51,22 +51,3 @@ def test_gradients_lie_as_weights(setting, monkeypatch, channels_last):
         strides(g) != strides(w) for g, w in zip(found["default"], found["weights"], strict=True)
     )
     assert differ is not channels_last, "what is tested here is there no more"
-
-
-def test_gradients_of_inputs_go_on_as_they_are(setting, monkeypatch):
-    """What made the input computes channels-last, too."""
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    found = {}
-
-    def program(session):
-        module, call = session.compiled(Convolutions)
-        x = session.randn(2, 72, 8, 8).requires_grad_()
-        for _ in range(4):
-            found["ours"] = gradients(call, [x], x)
-        found["default"] = gradients(torch.compile(module), [x], x)
-        return [grad.clone() for grad in found["ours"]]
-
-    setting.run(program, compiler="inductor")
-    ((ours,), (default,)) = found.values()
-    assert torch.equal(ours, default)
-    assert strides(ours) == strides(default)

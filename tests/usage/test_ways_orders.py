@@ -30,30 +30,6 @@ def evaluation_in_the_middle_of_an_accumulation(session):
     return values + state(module)
 
 
-class Breaks(nn.Module):
-    """Dynamo compiles this in parts: one graph breaks in the middle, one result is printed."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.third = MLP(), MLP(), MLP()
-        self.seen = []
-
-    def forward(self, x):
-        x = self.first(x)
-        torch._dynamo.graph_break()
-        y = self.second(x)
-        if y.detach().mean().item() > 1e6:
-            y = -y
-        return self.third(x + y) + x
-
-
-ways.add(
-    {"a function with graph breaks": programs.train(Breaks, programs.rows(4, 8), steps=8)},
-    replays="some",
-    counts={"plain_calls": 0},
-)
-
-
 @ways(replays="some")
 def gradients_that_come_in_are_of_any_layout(session):
     module, call = session.compiled(MLP)
@@ -141,24 +117,6 @@ def a_gradient_scaler_that_skips_steps(session):
         values += [out.detach(), scaler.get_scale()]
     scales = [value for value in values if isinstance(value, float)]
     assert any(after < before for before, after in itertools.pairwise(scales))
-    return values + state(module)
-
-
-@ways()
-def an_optimizer_that_calls_the_model_itself(session):
-    module, call = session.compiled(MLP)
-    optimizer = torch.optim.LBFGS(module.parameters(), lr=0.5, max_iter=4)
-    values = []
-    for batch in session.batches(4, 8, count=4):
-
-        def closure(batch=batch):
-            optimizer.zero_grad()
-            loss = call(batch).square().mean()
-            loss.backward()
-            values.append(loss.detach())
-            return loss
-
-        optimizer.step(closure)
     return values + state(module)
 
 

@@ -172,22 +172,6 @@ def swapped_states(training):
     state[first], state[second] = state[second], state[first]
 
 
-def states_in_another_order(training):
-    """Which has those of two parameters change places."""
-    state = training.optimizer.state
-    first, second = [p for p in state if p.dim() == 2]
-    keys, values = [{first: second, second: first}.get(p, p) for p in state], [*state.values()]
-    state.clear()
-    state.update(zip(keys, values, strict=True))
-
-
-def names_of_each_other(state):
-    """Which lie where they lay, in the same order."""
-    values = [tensor.abs_() for tensor in state.values()]
-    state.clear()
-    state.update(zip(("step", "exp_avg_sq", "exp_avg"), values, strict=True))
-
-
 def set_scale(value):
     def change(training):
         for name, number in (("grad_scale", value), ("found_inf", 0.0)):
@@ -254,8 +238,6 @@ TENSORS = {
     "the same once more": replaced_parameter,
     "states": replaced_states,
     "states of each other": swapped_states,
-    "states in another order": states_in_another_order,
-    "states with names of each other": each_state(names_of_each_other),
     "state tensors": each_state(new_tensor_of_states),
     "state in place": (each_state(lambda state: state["exp_avg"].mul_(0.5)), 4),
     "steps of the state": (each_state(lambda state: state["step"].fill_(2)), 4),
@@ -348,43 +330,6 @@ def with_a_scaler(session):
 def test_numbers_of_a_scaler(way):
     found = programs.differences(way.run(with_a_scaler), way.run(with_a_scaler, driver="none"))
     assert not found
-
-
-BACKENDS = torch.backends
-FLAGS = {
-    "cudnn.enabled": lambda: (BACKENDS.cudnn, "enabled", False),
-    "cudnn.benchmark": lambda: (BACKENDS.cudnn, "benchmark", True),
-    "cudnn.deterministic": lambda: (BACKENDS.cudnn, "deterministic", True),
-    "cudnn.allow_tf32": lambda: (BACKENDS.cudnn, "allow_tf32", False),
-    "cuda.matmul.fp32_precision": lambda: (BACKENDS.cuda.matmul, "fp32_precision", "tf32"),
-}
-
-
-@pytest.mark.parametrize("name", FLAGS)
-def test_flags_are_in_the_key(way, name):
-    """On CPU they make no bits differ: a recording of its own is made for each value."""
-
-    def program(session):
-        training = Training(session)
-        holder, attribute, value = FLAGS[name]()
-        before = getattr(holder, attribute)
-        recorded = []
-        try:
-            for now in (before, value, before):
-                setattr(holder, attribute, now)
-                with programs.counted() as counters:
-                    for batch in session.batches(4, 8, count=5):
-                        training.run(batch)
-                recorded.append(counters["recordings"])
-        finally:
-            setattr(holder, attribute, before)
-        assert recorded[0] == 1
-        assert recorded[1] >= 1
-        assert recorded[2] == 0
-        assert training.step.whole_calls == 4 + 4 + 5
-        return training.found()
-
-    way.run(program)
 
 
 @contextlib.contextmanager
