@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import cgpass
-from cgpass.errors import DoubleBackwardError
 from tests.unit.training_functions import OPTIONS, randn
 
 
@@ -15,7 +14,7 @@ def test_a_second_derivative_is_refused(made, op):
     fn = made(op, x)
     (grad,) = torch.autograd.grad(fn(x).sum(), x, create_graph=True)
     torch.testing.assert_close(grad, torch.autograd.grad(op(x).sum(), x)[0])
-    with pytest.raises(DoubleBackwardError):
+    with pytest.raises(RuntimeError, match="double backward"):
         (grad.sum() + x.sum()).backward()
 
 
@@ -36,7 +35,7 @@ def test_a_penalty_is_refused_whatever_is_wanted(made, how, of):
             "the input": [x],
             "the loss": [scale],
         }[of]
-        with pytest.raises(DoubleBackwardError):
+        with pytest.raises(RuntimeError, match="double backward"):
             how(out.mean() + gradient.square().sum(), inputs=wanted)
 
 
@@ -48,7 +47,7 @@ def test_second_derivatives_by_functional_are_refused(made, kind):
     fn = made(lambda x: x * x, x)  # what it saves leads AOTAutograd's function to its input
     vector = () if kind == "hessian" else (torch.ones(4),)
     for _ in range(2):
-        with pytest.raises(DoubleBackwardError):
+        with pytest.raises(RuntimeError, match="double backward"):
             getattr(torch.autograd.functional, kind)(
                 fn if kind == "jvp" else lambda x: fn(x).sum(), x, *vector
             )

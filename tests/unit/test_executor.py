@@ -104,3 +104,12 @@ def test_an_output_that_another_step_reads_is_read_from_the_pool_though_it_is_co
     second = executor.plan.steps[1].run
     assert counts(second) == (1, 1, 4, 0)
     assert second.stats.copied_bytes == 0
+
+
+def test_outputs_of_a_call_inside_of_a_transform_are_the_users_already():
+    executor, first = recorded(visible=(0, 1), outputs="owned")
+    rows = torch.ones(3, 2)
+    for _ in range(3):
+        a, b = torch.func.vmap(lambda x: tuple(executor([x])))(rows)
+        assert (a.tolist(), b.tolist()) == ([[2.0, 2.0]] * 3, [[3.0, 3.0]] * 3)
+    assert counts(first) == (0, 0, 0, 3)

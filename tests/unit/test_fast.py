@@ -111,8 +111,6 @@ def test_members_are_compared_by_identity():
     assert fast.members(mappings[::2], ["b", "a", "e"]) == [None, values[0], 3]
     with pytest.raises(KeyError, match="'d'"):
         fast.members(mappings[:1], ["d"])
-    assert fast.are(values, (2, 0), (values[2], values[0]))
-    assert not fast.are(values, (2, 0), (values[2], torch.zeros(2)))
 
 
 def test_contents_tells_what_containers_have_and_where_tensors_lie():

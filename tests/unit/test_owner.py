@@ -40,10 +40,9 @@ def test_there_is_an_end_to_slots(limit, caplog):
     assert run.stats.plain_calls == count - 1 - run.stats.recordings > 0
     (message,) = [r.getMessage() for r in caplog.records if "still referenced" in r.getMessage()]
     assert message == (
-        f"forward captured_0: results of {limit} earlier calls are still referenced (outputs with their graph, forwards whose "
-        "backward did not come yet, or gradients), so calls run without a graph until some are dropped. Call it under "
-        "torch.no_grad() if no backward is meant, detach outputs and clone gradients that are kept, or raise the limit: "
-        f'options={{"max_pending_calls": {2 * limit}}}.'
+        "forward captured_0: calls like this one run without a graph: results of "
+        f"{limit} earlier {'call' if limit == 1 else 'calls'} were still referenced, as many as max_pending_calls={limit} "
+        "allows. Call it under torch.no_grad() if no backward is meant, detach what is kept, or raise max_pending_calls."
     )
 
 

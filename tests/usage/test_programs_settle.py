@@ -383,7 +383,6 @@ def kept_by(runner):
     table, inputs, owner = runner.table, runner._inputs, runner.owner
     return {
         "keys": len(table._seen),
-        "keys without a recording": len(table._unrecorded),
         "places": sum(map(len, inputs._known.values())),
         "recordings": len(recordings_of(owner)),
         "slots": len(owner._slots),

@@ -242,7 +242,7 @@ TENSORS = {
     "state in place": (each_state(lambda state: state["exp_avg"].mul_(0.5)), 4),
     "steps of the state": (each_state(lambda state: state["step"].fill_(2)), 4),
     "memory of state": (each_state(data_of_states), 4),
-    "a further state": each_state(lambda state: state.update(mine=torch.ones(1))),
+    "a further state": each_state(lambda state: state.update(mine=state["exp_avg"].new_ones(1))),
     "no state": lambda t: t.optimizer.state.clear(),
     "the optimizer loaded": loaded,
     "the model loaded": (model_loaded, 4),
@@ -264,7 +264,6 @@ def test_groups_states_and_tensors(way):
 
 
 ATTRIBUTES = {
-    "a number": attribute("scale", 2.5),
     "a name": attribute("name", "tanh"),
     "an item": lambda t: t.module.table.append(0.5),
     "a function": attribute("fn", torch.cos),
@@ -272,10 +271,12 @@ ATTRIBUTES = {
     "a buffer": (lambda t: t.module.register_buffer("shift", t.module.shift * 2), 4),
     "a tensor in place": (lambda t: t.module.plain.mul_(3), 4),
     "a tensor": (lambda t: setattr(t.module, "plain", t.module.plain * 0 + 0.5), 4),
-    "dropout": lambda t: setattr(t.module.dropout, "p", 0.1),
     "eval": lambda t: t.module.eval(),
     "train": (lambda t: t.module.train(), 4),
+    "dropout": lambda t: setattr(t.module.dropout, "p", 0.1),
     "forward": lambda t: setattr(t.module.dropout, "forward", lambda x: x * 2),
+    "a number": attribute("scale", 2.5),
+    "another number": (attribute("scale", 1.25), 4),
 }
 
 
