@@ -550,7 +550,7 @@ def test_results_of_as_many_calls_may_be_held_as_the_option_says(setting, caplog
     said = [r.getMessage() for r in caplog.records if "still referenced" in r.getMessage()]
     assert len(said) == (not enough), said
     assert all("results of 16 earlier calls were still referenced" in text for text in said)
-    assert all('options={"max_pending_calls": 32}' in text for text in said)
+    assert all("or raise max_pending_calls" in text for text in said)
     assert (counters["plain_calls"] == 0) == enough, counters
     assert enough or counters["recordings"] < 20, counters
 
