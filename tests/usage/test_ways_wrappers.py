@@ -260,7 +260,7 @@ def test_a_tensor_of_the_closure_that_is_read_lives_as_long_as_the_recording(set
     assert address not in [t.data_ptr() for t in others]
     assert call(session.tensor([2.0] * 1024)).tolist() == [6.0] * 1024
     (recording,) = call._runner.table.all()
-    assert list(recording._outside) == [address]
+    assert list(recording.outside) == [address]
 
 
 # ---- modes of torch's: what they decide is in the graph, or asks for another one
