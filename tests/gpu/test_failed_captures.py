@@ -11,7 +11,6 @@ from torch import nn
 import cgpass
 from cgpass.runtime.driver import CUDADriver
 from tests.usage.programs import MLP, Setting
-from tests.usage.test_errors import ONCE, Model
 from tests.usage.test_failures import Around, fails, inference, syncs, warned
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -137,21 +136,6 @@ def test_memory_that_runs_out_while_recording_comes_back(caplog):
     assert_process_is_healthy()
 
 
-def test_an_interrupt_during_a_capture():
-    with torch.no_grad():
-        call = torch.compile(Model().cuda(), backend=cgpass.cgpass, options={"compiler": "eager"})
-        x = torch.randn(4, 8, device="cuda")
-        call(x)
-        ONCE.append(KeyboardInterrupt())
-        with pytest.raises(KeyboardInterrupt):
-            call(x)
-        before = cgpass.counters()["replays"]
-        for _ in range(3):
-            call(x)
-    assert cgpass.counters()["replays"] == before + 3
-    assert_process_is_healthy()
-
-
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("recorded", [False, True])
 def test_a_users_capture_of_a_whole_step(compiler, recorded):
@@ -230,26 +214,3 @@ def test_a_function_dropped_during_anothers_capture():
     assert call.stats.replays == 2
     assert victims == []
     assert_process_is_healthy()
-
-
-@pytest.mark.parametrize("end", ["compiler reset", "dynamo reset and deletion"])
-def test_memory_comes_back(end):
-    gc.collect()
-    torch.compiler.reset()
-    torch.cuda.synchronize()
-    gc.collect()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
-    module = nn.Sequential(*[MLP(512) for _ in range(4)]).cuda()
-    call = torch.compile(module, backend=cgpass.cgpass, options={"compiler": "eager"})
-    for _ in range(4):
-        call(torch.randn(2048, 512, device="cuda")).sum().backward()
-    if end == "compiler reset":
-        torch.compiler.reset()
-    else:
-        torch._dynamo.reset()
-    del module, call
-    torch.cuda.synchronize()
-    gc.collect()
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= before + (1 << 25)

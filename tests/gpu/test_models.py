@@ -2,134 +2,111 @@
 
 import pytest
 import torch
+from benchlib.models import SPECS
 
 import cgpass
 from tests.gpu import harness
+from tests.usage.programs import Setting, assert_replays, counted, differences, learn, state
 
 pytestmark = harness.MARKS
-
-MODELS = {
-    "gpt2": (harness.gpt2, harness.tokens()),
-    "llama": (harness.llama, harness.tokens()),
-    "bert": (harness.bert, harness.tokens()),
-    "resnet": (harness.resnet, harness.images()),
-    "vit": (harness.vit, harness.images()),
-}
+STEPS = 10
+MODELS = ["gpt2", "llama", "bert", "resnet50", "vit_small"]
+COMPILERS = pytest.mark.parametrize("compiler", ["inductor", "eager"])
+AMP = pytest.mark.parametrize("amp", [False, True], ids=["fp32", "bf16"])
 
 
-def build(make):
-    torch.manual_seed(harness.SEED)
-    return make()
+def batches(name, session, dtype=torch.float32):
+    for _ in range(STEPS):
+        batch = SPECS[name].batch(session.generator, True)
+        yield {
+            key: (value.to(dtype) if value.is_floating_point() else value).to(session.device)
+            for key, value in batch.items()
+        }
 
 
-def compare(master, data, *, compiler, amp):
-    """Runs with graphs, without, and without again as the control; checks every bit."""
+def trained(name, *, amp, dtype=torch.float32, dropout=None, compiled=None):
+    """A program of training steps; GPT-2 and BERT have dropouts of their own."""
 
-    def without(module):
-        return harness.cgpass_compile(module, compiler=compiler, driver="none")
+    def program(session):
+        module = session.module(lambda: SPECS[name].build(True)).to(dtype).train()
+        for each in module.modules():
+            if isinstance(each, torch.nn.Dropout) and dropout is not None:
+                each.p = dropout
+        call = (compiled or session.compile)(module)
+        optimizer = torch.optim.AdamW(module.parameters(), fused=session.device.type == "cuda")
+        for batch in batches(name, session, dtype):
+            with torch.autocast(session.device.type, torch.bfloat16, enabled=amp):
+                loss = call(**batch)
+            yield learn(module, loss, optimizer)
+        yield state(module)
 
-    def graphs(module):
-        return harness.cgpass_compile(module, compiler=compiler)
-
-    with harness.deterministic():
-        ours = harness.train(master, graphs, data, amp=amp)
-        plain = harness.train(master, without, data, amp=amp)
-        control = harness.train(master, without, data, amp=amp)
-    harness.assert_same(ours, plain, control)
-    assert plain.counters["replays"] == 0, plain.counters
-    return ours, plain
-
-
-def note(record_property, run):
-    for key in ("partitions_captured", "partitions_eager", "replays", "recordings"):
-        record_property(key, run.counters[key])
+    return program
 
 
-@pytest.mark.parametrize("amp", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("compiler", ["inductor", "eager"])
+def compare(program, compiler="inductor", plain=None):
+    """Runs with graphs, without, and without again as the control; checks every bit. Gives the counters with graphs."""
+    setting = Setting(harness.DEVICE, harness.DRIVER, compiler, warn_only=True)
+    with counted() as counters:
+        ours = setting.run(program)
+    without, control = (setting.run(plain or program, driver="none") for _ in range(2))
+    unstable = differences(without, control)
+    assert not unstable, f"two runs without graphs differ, nothing is proven: {unstable[:5]}"
+    found = differences(ours, without)
+    assert not found, f"{len(found)} differences from the run without graphs: {found[:5]}"
+    assert all(value.isfinite().all() for value in without)
+    return counters
+
+
+def assert_one_partition(counters, *, graphs=2):
+    """Of each graph, called in each step."""
+    partitions = (counters["partitions_captured"], counters["partitions_eager"])
+    assert partitions == (graphs, 0), f"{counters}\n{cgpass.summary()}"
+    assert counters["calls"] == graphs * STEPS, counters
+    assert counters["warmups"] < counters["calls"] / 2, counters
+    assert_replays(counters)
+
+
+@AMP
+@COMPILERS
 @pytest.mark.parametrize("name", MODELS)
-def test_training_is_the_training_without_graphs(name, compiler, amp, record_property):
-    make, make_batch = MODELS[name]
-    ours, _plain = compare(build(make), harness.batches(make_batch), compiler=compiler, amp=amp)
-    note(record_property, ours)
-    harness.assert_replayed(ours.counters, captured=2)
-    assert ours.losses[-1] != ours.losses[0]
+def test_training_is_the_training_without_graphs(name, compiler, amp):
+    assert_one_partition(compare(trained(name, amp=amp), compiler))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_one_partition_gives_what_plain_compile_gives(name):
-    make, make_batch = MODELS[name]
-    master, data = build(make), harness.batches(make_batch, count=4)
-    with harness.deterministic():
-        ours = harness.train(master, harness.cgpass_compile, data, amp=True)
-        plain = harness.train(master, torch.compile, data, amp=True)
-        control = harness.train(master, torch.compile, data, amp=True)
-    harness.assert_same(ours, plain, control)
-    harness.assert_replayed(ours.counters, captured=2, calls=4)
+    made = {"amp": True, "dropout": 0.0}
+    plain = trained(name, compiled=torch.compile, **made)
+    assert_one_partition(compare(trained(name, **made), plain=plain))
 
 
-@pytest.mark.parametrize("make", [harness.gpt2, harness.bert], ids=["gpt2", "bert"])
-@pytest.mark.parametrize("compiler", ["inductor", "eager"])
-def test_training_with_dropout(make, compiler):
-    master = build(lambda: make(dropout=0.1))
-    ours, _ = compare(master, harness.batches(harness.tokens()), compiler=compiler, amp=True)
-    harness.assert_replayed(ours.counters, captured=2)
+@COMPILERS
+def test_mixtral_with_bf16_weights_is_one_partition(compiler):
+    program = trained("mixtral", amp=False, dtype=torch.bfloat16)
+    assert_one_partition(compare(program, compiler))
 
 
-@pytest.mark.parametrize("compiler", ["inductor", "eager"])
-def test_mixtral_with_bf16_weights_is_one_partition(compiler, record_property):
-    master = build(harness.mixtral).to(torch.bfloat16)
-    ours, _ = compare(master, harness.batches(harness.tokens()), compiler=compiler, amp=False)
-    note(record_property, ours)
-    harness.assert_replayed(ours.counters, captured=2)
-
-
-@pytest.mark.parametrize("amp", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("compiler", ["inductor", "eager"])
-def test_mixtral_with_fp32_weights_runs_its_experts_between_graphs(compiler, amp, record_property):
+@AMP
+@COMPILERS
+def test_mixtral_with_fp32_weights_runs_its_experts_between_graphs(compiler, amp):
     """The experts' grouped product of fp32 weights reads its offsets on the host."""
-    data = harness.batches(harness.tokens())
-    ours, _ = compare(build(harness.mixtral), data, compiler=compiler, amp=amp)
-    note(record_property, ours)
-    counters = ours.counters
-    layers = 2
-    # Each layer has two grouped products forward and two backward; what lies between is captured.
-    assert layers <= counters["partitions_eager"] <= 4 * layers + 2, cgpass.summary()
-    assert counters["partitions_captured"] >= 2 * layers, cgpass.summary()
-    assert counters["calls"] == harness.STEPS * counters["partitions_captured"], counters
-    assert counters["replays"] == counters["calls"] - counters["warmups"], counters
-    assert counters["plain_calls"] == 0, counters
+    counters = compare(trained("mixtral", amp=amp), compiler)
+    # The layer has two grouped products forward and two backward; what lies between is captured.
+    assert 1 <= counters["partitions_eager"] <= 4 + 2, cgpass.summary()
+    assert counters["partitions_captured"] >= 2, cgpass.summary()
+    assert counters["calls"] == STEPS * counters["partitions_captured"], counters
+    assert_replays(counters)
 
 
-def run_inference(master, data, **options):
-    harness.fresh()
-    module = master.to(harness.DEVICE).eval()
-    call = harness.cgpass_compile(module, **options)
-    with harness.counted() as counters, torch.no_grad(), harness.autocast(True):
-        held = [call(*batch) for batch in data]
-    return held, counters
-
-
-@pytest.mark.parametrize("compiler", ["inductor", "eager"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet", "vit"])
+@COMPILERS
+@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet50", "vit_small"])
 def test_inference_keeps_every_output_held(name, compiler):
-    make, make_batch = MODELS[name]
-    master, data = build(make).model, harness.batches(make_batch, count=6)
-    data = [batch[:1] for batch in data]
-    if name in ("gpt2", "llama"):
-        master = Logits(master)
-    with harness.deterministic():
-        ours, counters = run_inference(master, data, compiler=compiler)
-        plain, _ = run_inference(master, data, compiler=compiler, driver="none")
-    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
-    assert not torch.equal(ours[0], ours[1])
-    harness.assert_replayed(counters, captured=1, calls=6)
+    def program(session):
+        model = session.module(lambda: SPECS[name].build(True)).eval().model
+        call = session.compile(
+            (lambda x: model(input_ids=x).logits) if name in ("gpt2", "llama") else model
+        )
+        with torch.no_grad(), torch.autocast(session.device.type, torch.bfloat16):
+            return [call(next(iter(batch.values()))) for batch in batches(name, session)]
 
-
-class Logits(torch.nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids):
-        return self.model(input_ids=ids).logits
+    assert_one_partition(compare(program, compiler), graphs=1)

@@ -80,6 +80,8 @@ class Setting:
     device: torch.device
     driver: str
     compiler: str = "eager"
+    warn_only: bool = False
+    """Whether an operator that has no deterministic algorithm is only warned of."""
 
     def session(self, **options):
         return Session(self.device, {"driver": self.driver, "compiler": self.compiler, **options})
@@ -95,7 +97,7 @@ class Setting:
     def _run(self, program, session):
         torch.compiler.reset()
         torch.manual_seed(SEED)
-        with deterministic():
+        with deterministic(warn_only=self.warn_only):
             values = program(session)
             if inspect.isgenerator(values):
                 values = [value for step in values for value in step]
@@ -103,15 +105,9 @@ class Setting:
         return [*values, state]
 
     def compare(self, program, *, only_eager=False, **options):
-        """Run a program with graphs and without; fails on any bit that differs.
+        """Run a program with graphs and without; fails on any bit that differs. Gives the counters with graphs.
 
-        Args:
-            program: See the module.
-            only_eager: Whether nothing but eager PyTorch's results will do.
-            options: Of the backend.
-
-        Returns:
-            The counters of the run with graphs.
+        With `only_eager` nothing but eager PyTorch's results will do.
         """
         with counted() as counters:
             ours = self.run(program, **options)
@@ -158,9 +154,9 @@ def _same(a, b):
 
 
 @contextlib.contextmanager
-def deterministic():
+def deterministic(*, warn_only=False):
     """Deterministic algorithms; nothing in these programs lacks one."""
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
     try:
         yield
     finally:
@@ -246,15 +242,7 @@ class Ways:
         self._settings = settings or USUAL
 
     def __call__(self, *, replays="all", counts=(), most=(), settings=(), **options):
-        """Take in a program.
-
-        Args:
-            replays: How many of the calls that are no warm-ups are replays: all, some, or none.
-            counts: Counters that must have these values.
-            most: Counters that may have these values at most.
-            settings: Drivers and compilers, if not those of the table.
-            options: Of the backend.
-        """
+        """Take in a program: how many calls are replays (all, some, none), exact counters, their limits, drivers."""
 
         def take(program, name=None):
             way = Way(program, replays, dict(counts), dict(most), options)

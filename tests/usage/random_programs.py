@@ -4,9 +4,11 @@ A graph is text and a program is a list of steps: what hypothesis prints of a fa
 runs interpret the same steps in a `World`; a step that does not apply is skipped in both.
 """
 
+import contextlib
 import functools
+import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -14,7 +16,9 @@ from torch.nn import functional as F
 
 import cgpass
 from tests.usage.programs import SEED, _same, deterministic
-from tests.usage.random_steps import WIDTH
+
+WIDTH = 4
+"""Columns of every input; rows are fewer, so that gradients of parameters do not fit as inputs."""
 
 CONFIG = {
     "capture_dynamic_output_shape_ops": True,
@@ -79,6 +83,16 @@ def compile_graph(graph, device, options):
 
 
 # ---- a run
+
+
+@dataclass
+class Held:
+    """What the user still has of one call."""
+
+    tensors: list
+    inputs: list = field(default_factory=list)
+    spent: bool = False
+    """Whether a backward went through it and freed what it needs."""
 
 
 class World:
@@ -183,6 +197,219 @@ class World:
         self.see_gradients()
 
 
+# ---- steps: what a user does with a compiled function and with what it returned
+
+
+@dataclass(frozen=True)
+class Step:
+    """Something that a user does."""
+
+    do: Callable
+    given: tuple
+
+    def __repr__(self):
+        given = ", ".join(f"{name}={value!r}" for name, value in self.given)
+        return f"{self.do.__name__}({given})"
+
+    def run(self, world):
+        self.do(world, **dict(self.given))
+
+
+def step(do):
+    """Decorate what a step does to a world; gives a function that makes steps."""
+    return functools.wraps(do)(lambda **given: Step(do, tuple(given.items())))
+
+
+@dataclass(frozen=True)
+class Program:
+    """Steps, and how many modules share the compiled function."""
+
+    steps: tuple = ()
+    modules: int = 1
+
+
+MODES = {
+    "grad": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+}
+
+KEPT = {
+    "all": list,
+    "first": lambda outputs: outputs[:1],
+    "last": lambda outputs: outputs[-1:],
+    "detached": lambda outputs: [t.detach() for t in outputs],
+    "views": lambda outputs: [t[..., :1] if t.dim() else t.view(1) for t in outputs],
+    "loss": lambda outputs: [sum((t * t).sum() for t in outputs)],
+    "nothing": lambda _: None,
+}
+
+
+@step
+def call(world, *, keep="all", mode="grad", backward=False, twice=False, module=0, **first):
+    """Call a module on new inputs, on a held result, on inputs of before or on buffers; keep some of what comes back."""
+    x = first_input(world, **first)
+    if x is None:
+        return
+    y = x if twice else second_input(world, x.shape[0], first.get("on"))
+    with MODES[mode]():
+        outputs = list(world.call(world.module(module), x, y))
+    for number, tensor in enumerate(outputs):
+        world.see(f"outputs[{number}]", tensor)
+    for name, tensor in (("x", x), ("y", y)):
+        world.see(name, tensor)
+    kept = KEPT[keep](outputs)
+    result = Held(outputs, [x, y])
+    if backward:
+        world.backward(result)
+    if kept is not None:
+        world.held.append(Held(kept, [x, y], spent=result.spent))
+
+
+def second_input(world, rows, on):
+    return world.buffer("y", rows) if on == "buffer" else world.new_input(rows, grad=False)
+
+
+def first_input(world, *, rows=3, grad=False, on="new", pick=0, part=0):
+    if on == "buffer":
+        return world.buffer(f"x{pick % 2}", rows)
+    if on == "new":
+        x = world.new_input(rows, grad=grad)
+        # autograd lets nobody change a leaf that wants a gradient
+        return x * 1 if grad and "x" in world.graph.changes else x
+    held = world.pick(pick)
+    if held is None:
+        return None
+    values = held.inputs if on == "input" else held.tensors
+    fitting = [t for t in values if t.dim() == 2 and t.shape[1] == WIDTH > t.shape[0]]
+    if not fitting:
+        return None
+    x = fitting[part % len(fitting)]
+    return x if grad or x.is_inference() else x.detach()
+
+
+@step
+def check_all(world):
+    """Look at everything."""
+    world.see_all()
+
+
+@step
+def drop(world, *, pick=0, part=-1):
+    """Forget a result, or one tensor of it."""
+    held = world.pick(pick)
+    if held is None:
+        return
+    if part < 0 or len(held.tensors) < 2:
+        world.held.remove(held)
+    else:
+        del held.tensors[part % len(held.tensors)]
+
+
+@step
+def drop_all(world):
+    """Forget every result."""
+    world.held.clear()
+
+
+@step
+def backward(world, *, pick=0, part=None, retain=False, again=False):
+    """Backward through a held result, late; `again` though what it needs was freed."""
+    held = world.pick(pick)
+    if held is None:
+        return
+    if again:
+        held.spent = False
+    world.backward(held, retain=retain, part=part)
+
+
+@step
+def gradients(world, *, pick=0, part=0, retain=False):
+    """`torch.autograd.grad` of one held tensor; the gradients are held."""
+    held = world.pick(pick)
+    roots = [t for t in held.tensors if t.grad_fn is not None] if held else []
+    if not roots or held.spent:
+        return
+    held.spent = not retain
+    leaves = [*world.parameters(), *(x for x in held.inputs if x.requires_grad and x.is_leaf)]
+    root = roots[part % len(roots)].sum()
+    found = torch.autograd.grad(root, leaves, retain_graph=retain, allow_unused=True)
+    found = [t for t in found if t is not None]
+    for number, tensor in enumerate(found):
+        world.see(f"gradients[{number}]", tensor)
+    world.held.append(Held(found))
+
+
+@step
+def take_gradients(world):
+    """Keep the tensors in `.grad` and clear the fields."""
+    taken = [p.grad for p in world.parameters() if p.grad is not None]
+    for p in world.parameters():
+        p.grad = None
+    if taken:
+        world.held.append(Held(taken))
+
+
+@step
+def zero_grad(world, *, set_to_none=True):
+    for module in world.modules:
+        module.zero_grad(set_to_none=set_to_none)
+
+
+@step
+def scale_gradients(world):
+    """Change every `.grad` in place, as clipping does."""
+    for p in world.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+
+
+@step
+def optimize(world):
+    """Change parameters in place."""
+    with torch.no_grad():
+        for p in world.parameters():
+            if p.grad is not None:
+                p -= 0.1 * p.grad
+
+
+@step
+def move_data(world, *, module=0, name="w"):
+    """`p.data = ...`; nobody may read the old memory after."""
+    tensor = getattr(world.module(module), name)
+    old = tensor.data
+    tensor.data = old.clone()
+    old.fill_(float("nan"))
+
+
+@step
+def replace(world, *, module=0, name="w"):
+    """Put a new parameter or buffer in the place of the old one."""
+    module = world.module(module)
+    new = getattr(module, name).detach().clone() * 0.5
+    setattr(module, name, new if name == "n" else nn.Parameter(new))
+
+
+@step
+def edit(world, *, pick=0, part=0, of_inputs=False):
+    """Change a held tensor, or an input of its call, in place under no_grad."""
+    held = world.pick(pick)
+    tensors = held and (held.inputs if of_inputs else held.tensors)
+    if tensors:
+        with torch.no_grad():
+            tensors[part % len(tensors)].mul_(0.5).add_(1)
+
+
+@step
+def collect(world):
+    gc.collect(1)  # what is young; the whole heap takes half a second
+
+
+@step
+def reset(world):
+    cgpass.reset()
+
+
 # ---- comparison
 
 
@@ -202,10 +429,7 @@ copy of what was saved; then the backward goes through, and there is nothing to 
 def first_difference(ours, plain, *, refused_too=False):
     """Text of the first thing that a user sees differently, or None.
 
-    Args:
-        ours: What was seen with graphs.
-        plain: What was seen without.
-        refused_too: Whether a backward that autograd refuses must be refused with graphs as well.
+    With `refused_too` a backward that autograd refuses must be refused with graphs as well.
     """
     for (step, name, value), (_, other_name, expected) in zip(ours, plain, strict=False):
         mine_fails, other_fails = name.startswith("error"), other_name.startswith("error")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from tests.usage import random_steps as do
+from tests.usage import random_programs as do
 from tests.usage.random_programs import Graph
 
 LONGEST = 40
@@ -122,7 +122,7 @@ _state = st.sampled_from(("w", "b", "n"))
 
 def _calls(style, **more):
     return st.builds(
-        do.Call,
+        do.call,
         keep=st.sampled_from(("all", *do.KEPT)),
         mode=st.sampled_from(style.modes),
         backward=_flag,
@@ -148,26 +148,26 @@ _OTHERS = (
     (
         10,
         st.builds(
-            do.Backward,
+            do.backward,
             pick=_pick,
             part=st.none() | _part,
             retain=st.sampled_from((False, False, True)),
             again=_rarely,
         ),
     ),
-    (3, st.builds(do.Drop, pick=_pick, part=st.integers(-1, 3))),
-    (1, st.just(do.DropAll())),
-    (3, st.just(do.Check())),
-    (3, st.builds(do.Gradients, pick=_pick, part=_part, retain=_flag)),
-    (2, st.just(do.TakeGradients())),
-    (2, st.builds(do.ZeroGrad, set_to_none=_flag)),
-    (1, st.just(do.ScaleGradients())),
-    (2, st.just(do.Optimize())),
-    (1, st.builds(do.MoveData, module=_module, name=_state)),
-    (1, st.builds(do.Replace, module=_module, name=_state)),
-    (2, st.builds(do.Edit, pick=_pick, part=_part, input=_rarely)),
-    (1, st.just(do.Collect())),
-    (1, st.just(do.Reset())),
+    (3, st.builds(do.drop, pick=_pick, part=st.integers(-1, 3))),
+    (1, st.just(do.drop_all())),
+    (3, st.just(do.check_all())),
+    (3, st.builds(do.gradients, pick=_pick, part=_part, retain=_flag)),
+    (2, st.just(do.take_gradients())),
+    (2, st.builds(do.zero_grad, set_to_none=_flag)),
+    (1, st.just(do.scale_gradients())),
+    (2, st.just(do.optimize())),
+    (1, st.builds(do.move_data, module=_module, name=_state)),
+    (1, st.builds(do.replace, module=_module, name=_state)),
+    (2, st.builds(do.edit, pick=_pick, part=_part, of_inputs=_rarely)),
+    (1, st.just(do.collect())),
+    (1, st.just(do.reset())),
 )
 
 

@@ -1,14 +1,26 @@
-"""Parameters move: each set of addresses has its recording, and new places are copied once."""
+"""Addresses may change: each set of addresses has its recording, and new places are copied once."""
 
+import contextlib
 import copy
 import logging
 
 import pytest
 import torch
+from torch import nn
 
 import cgpass
+from cgpass.errors import StaticInputMovedError
 from tests.usage import programs
-from tests.usage.programs import MLP, assert_steady
+from tests.usage.programs import (
+    ALL,
+    MLP,
+    ConvNet,
+    Tied,
+    Ways,
+    assert_steady,
+    changed_in_training,
+    sgd_step,
+)
 
 
 def step(module, call, batch):
@@ -90,7 +102,9 @@ def test_more_than_max_copied_mib_runs_without_a_graph_with_one_warning(setting,
     assert counters["recordings"] == 0, counters
     warned = [r.getMessage() for r in caplog.records if "max_copied_mib=0" in r.getMessage()]
     assert len(warned) == 1, warned
-    assert "layers.0.weight" in warned[0]
+    assert "layers.0.weight (float32[8, 8], read at " in warned[0]
+    assert "in forward: return self.layers(x))" in warned[0]
+    assert "too large to be copied (max_copied_mib=0)" in warned[0]
 
 
 def test_layers_that_share_one_function_do_not_thrash(setting):
@@ -114,6 +128,8 @@ def test_layers_that_share_one_function_do_not_thrash(setting):
         return values
 
     counters = setting.compare(program)
+    # a layer's input, the same for the backward, and its gradient: never its weights
+    assert counters["copied_bytes"] <= counters["calls"] * 2 * 4 * 8 * 4, counters
     # Every layer's forward and backward warms up in the first step and is recorded in the second; the backwards are
     # recorded once more, since the gradients are kept over the next forward.
     assert_steady(counters, captured=2, recordings=15, warmups=10)
@@ -148,3 +164,299 @@ def test_reset_frees_recordings_and_functions_stay_usable(setting):
         return values
 
     assert_steady(setting.compare(program), captured=2, recordings=6, warmups=6)
+
+
+# ---- ways in which parameters, buffers and other tensors that seem fixed move or change
+
+ways = Ways()
+
+
+def poison(tensor):
+    """What is in memory that was freed: whoever reads it there gives wrong numbers."""
+    with torch.no_grad():
+        tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+
+
+# ---- changes before every third step of a training
+
+
+def data_replaced_and_the_old_memory_overwritten(session, module):
+    for p in module.parameters():
+        old, p.data = p.data, p.data * 0.5
+        poison(old)
+
+
+def parameters_freed_and_reallocated_in_each_others_places(session, module):
+    values = [p.data.clone() for p in module.parameters()]
+    for p in module.parameters():
+        poison(p.data)
+        p.data = torch.empty(0, device=p.device)
+    kept = [torch.empty_like(value) for value in values]  # takes what was freed
+    for p, value in zip(reversed(list(module.parameters())), reversed(values), strict=True):
+        p.data = value.clone()
+    for value in kept:
+        poison(value)
+
+
+def storages_resized_to_nothing_and_back(session, module):
+    for p in module.parameters():
+        value = p.data.clone()
+        size = p.untyped_storage().nbytes()
+        p.untyped_storage().resize_(0)
+        taken = torch.full_like(value, float("nan"))
+        p.untyped_storage().resize_(size)
+        with torch.no_grad():
+            p.copy_(value)
+        del taken
+
+
+def parameters_frozen_and_thawed(session, module):
+    first = module.layers[0]
+    first.requires_grad_(not first.weight.requires_grad)
+
+
+def tensors_swapped(session, module):
+    for p in module.parameters():
+        torch.utils.swap_tensors(p, nn.Parameter(p.detach() * 0.5))
+
+
+CHANGES = (
+    data_replaced_and_the_old_memory_overwritten,
+    parameters_freed_and_reallocated_in_each_others_places,
+    storages_resized_to_nothing_and_back,
+    parameters_frozen_and_thawed,
+    tensors_swapped,
+)
+ways.add({change.__name__: changed_in_training(change) for change in CHANGES}, replays="some")
+
+
+def parameters_written_in_place(session, module):
+    first, second = module.layers[::2]
+    with torch.no_grad():
+        first.weight.mul_(0.5)
+        second.weight.copy_(first.weight)
+        first.bias[2:5] = 1
+    second.bias.data.zero_()
+    nn.init.orthogonal_(first.weight)
+
+
+def weights_untied_and_tied_again(session, module):
+    if module.head.weight is module.embedding.weight:
+        module.head.weight = nn.Parameter(module.embedding.weight.detach() * 2)
+    else:
+        module.head.weight = module.embedding.weight
+
+
+def buffers_replaced(session, module):
+    for layer in module.body:
+        if isinstance(layer, nn.BatchNorm2d):
+            old, layer.running_mean = layer.running_mean, layer.running_mean * 0.5
+            poison(old)
+            layer.register_buffer("running_var", layer.running_var.clone() + 1)
+
+
+ways.add(
+    {"parameters written in place": changed_in_training(parameters_written_in_place)},
+    settings=ALL,
+)
+ways.add(
+    {
+        "weights untied and tied again": changed_in_training(
+            weights_untied_and_tied_again, Tied, programs.tokens(16, 2, 5)
+        ),
+        "buffers replaced": changed_in_training(
+            buffers_replaced, ConvNet, programs.rows(2, 3, 8, 8)
+        ),
+    },
+    replays="some",
+)
+
+
+# ---- changes of other kinds
+
+
+@ways(replays="some")
+def modules_moved_to_another_dtype_and_back(session):
+    module, call = session.compiled(MLP)
+    for number, batch in enumerate(session.batches(4, 8, count=12)):
+        dtype = torch.float64 if number // 3 % 2 else torch.float32
+        module.to(dtype)
+        yield sgd_step(module, call, batch.to(dtype))
+
+
+@ways(replays="some")
+def tensors_in_a_closure_and_in_a_list_change(session):
+    scale, tables = session.randn(8), [session.randn(8), session.randn(8)]
+    call = session.compile(lambda x: ((x * scale).sin() + tables[0] - tables[1]).exp())
+    for number, batch in enumerate(session.batches(4, 8, count=12)):
+        if number % 3 == 1:
+            scale.mul_(0.5)
+        if number % 3 == 2:
+            old, tables[1] = tables[1], session.randn(8)
+            poison(old)
+        yield [call(batch)]
+
+
+@ways(replays="some")
+def a_tensor_marked_static_is_replaced(session):
+    table = session.randn(8)
+    torch._dynamo.mark_static_address(table)
+    call = session.compile(lambda x, t: ((x * t).sin() + t).exp())
+    for number, batch in enumerate(session.batches(4, 8, count=10)):
+        if number == 6:
+            old, table = table, session.randn(8)
+            torch._dynamo.mark_static_address(table)
+            poison(old)
+        table.mul_(1.1)
+        yield [call(batch, table)]
+
+
+# ---- what is another tensor in every single call
+
+
+class Recurrent(nn.Module):
+    """Keeps its state in a buffer that is another tensor after every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("state", torch.zeros(2, 8))
+
+    def forward(self, x):
+        self.state = torch.tanh(self.linear(x) + self.state.detach())
+        return self.state * 2
+
+
+@ways(counts={"warmups": 2, "recordings": 1, "replays": 58})
+def a_buffer_is_replaced_in_the_forward(session):
+    module, call = session.compiled(lambda: Recurrent().requires_grad_(False))
+    for batch in session.batches(2, 8, count=60):
+        yield [call(batch).clone(), module.state.clone()]
+
+
+@ways(replays="none", most={"recordings": 1})
+def a_state_that_is_assigned_in_every_call_and_kept(session):
+    """Another module's parameters, or these at a new place? Either way nothing is recorded for one of them."""
+    module, call = session.compiled(MLP)
+    states = [{k: v * 1.01 for k, v in module.state_dict().items()} for _ in range(60)]
+    with torch.no_grad():
+        for state, batch in zip(states, session.batches(4, 8, count=60), strict=True):
+            module.load_state_dict(state, assign=True)
+            yield [call(batch).clone()]
+
+
+@ways.everywhere
+def test_ways_to_move(way, program):
+    program.check(way)
+
+
+def test_a_state_is_loaded_in_place_and_by_assignment(way):
+    def program(session):
+        module, call = session.compiled(ConvNet)
+        saved = copy.deepcopy(module.state_dict())
+        for number, batch in enumerate(session.batches(2, 3, 8, 8, count=12)):
+            if number == 4:
+                module.load_state_dict(saved)
+            if number in (6, 9):
+                module.load_state_dict(copy.deepcopy(saved), assign=True)
+            yield sgd_step(module, call, batch)
+
+    way.compare(program)
+
+
+def test_modules_that_are_new_in_every_call_and_kept_are_warned_of(way, caplog):
+    def program(session):
+        first = session.module(MLP)
+        modules = [copy.deepcopy(first) for _ in range(150)]
+        with torch.no_grad():
+            for module, batch in zip(modules, session.batches(4, 8, count=150), strict=True):
+                yield [session.compile(module)(batch).clone()]
+
+    way.compare(program)
+    assert len(caplog.records) == 1, caplog.text
+    assert "layers.0.weight" in caplog.text
+
+
+# ---- static_input_check="error"
+
+
+def replace_all(module):
+    module.load_state_dict({k: v.clone() for k, v in module.state_dict().items()}, assign=True)
+
+
+def replace_a_parameter(module):
+    module.layers[2].bias = nn.Parameter(module.layers[2].bias.detach() + 1)
+
+
+@pytest.mark.parametrize("replace", [replace_all, replace_a_parameter])
+def test_a_parameter_that_is_replaced_is_an_error_where_that_is_asked_for(way, replace):
+    """Once something was recorded with it."""
+    session = way.session(static_input_check="error")
+    module, call = session.compiled(MLP)
+    batch = session.randn(4, 8)
+    call(batch).square().mean().backward()
+    replace_all(module)
+    for _ in range(4):
+        call(batch).square().mean().backward()
+    replace(module)
+    for _ in range(2):
+        with pytest.raises(StaticInputMovedError, match=r"replaced since.*bias"):
+            call(batch)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_another_module_is_no_error_where_replacing_is(way, training):
+    """Nor is one that is made after another one was freed, and whose tensors lie in the same places."""
+    session = way.session(static_input_check="error")
+    shared = session.compile(lambda module, x: module(x))
+    batch = session.randn(4, 8)
+    with contextlib.nullcontext() if training else torch.no_grad():
+        for _ in range(3):
+            modules = [session.module(MLP) for _ in range(2)]
+            for module in modules * 4:
+                out = shared(module, batch)
+                torch.testing.assert_close(out, module(batch))
+                if training:
+                    out.square().mean().backward()
+        weight = modules[0].layers[0].weight
+        kept = weight.data
+        weight.data = kept.clone()
+        with pytest.raises(StaticInputMovedError, match="weight"):
+            shared(modules[0], batch)
+        weight.data = kept
+        torch.testing.assert_close(shared(modules[0], batch), modules[0](batch))
+
+
+def test_a_call_whose_own_input_is_moved_to_make_room_is_not_recorded_at_its_old_place(setting):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+            self.b = nn.Parameter(torch.linspace(1.0, 2.0, 6))
+
+        def forward(self, x):
+            q = (x * self.a).sin().exp()
+            k = torch.nonzero(q > 1.0).sum()
+            return ((q + k).sin() * self.b).cos(), q
+
+    def program(session):
+        module, call = session.compiled(Model, dynamic=False)
+        values = []
+        first, other = module.a.data, module.a.data * 0.5
+
+        def calls(count):
+            for _ in range(count):
+                values.extend(t.clone() for t in call(session.randn(3, 6)))
+
+        with torch.no_grad():
+            calls(3)
+            module.a.data = other
+            calls(3)
+            module.a.data = first
+            kept = module.b.data
+            module.b.data = kept.clone()
+            calls(4)
+        return values
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        setting.compare(program, min_partition_ops=1, on_skip="silent")

@@ -87,27 +87,3 @@ def test_effects_in_a_forward_with_parameters(way, check):
     counters = way.compare(program, static_input_check=check)
     assert counters["warmups"] == counters["partitions_captured"]
     assert counters["replays"] == counters["calls"] - counters["warmups"] > 0
-
-
-class Eval(Whitened):
-    """The same without gradients, with its buffer or parameters after the batch, or all before."""
-
-    def __init__(self, late):
-        super().__init__()
-        self.late = late
-
-    def forward(self, x):
-        z = self.first(x) if self.late else self.first(x) @ self.last[:, :6]
-        factor = torch.linalg.cholesky(z.T @ z / len(z) + torch.eye(6, device=x.device))
-        return (z @ factor) @ self.last if self.late else (x[:, :6] + z @ factor).sin()
-
-
-@pytest.mark.parametrize("late", [True, False])
-def test_effects_in_inference_with_parameters(slow_way, late):
-    def program(session):
-        _, call = session.compiled(lambda: Eval(late))
-        with torch.no_grad():
-            return [call(x) for x in session.batches(9, 8, count=8)]
-
-    counters = slow_way.compare(program, static_input_check="off")
-    assert counters["replays"] == counters["calls"] - counters["partitions_captured"] > 0

@@ -4,7 +4,6 @@ import ctypes
 import errno
 import gc
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -35,27 +34,6 @@ def status_of_a_fork(check):
         finally:
             os._exit(status)
     return os.waitpid(pid, 0)[1]
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
-def test_a_fork_between_calls():
-    weight = torch.randn(4, 4)
-
-    def fn(x):
-        return (x @ weight).sin().cos()
-
-    call = torch.compile(fn, backend="cgpass", options=OPTIONS)
-    inputs = [torch.randn(3, 4) for _ in range(6)]
-    for x in inputs[:3]:
-        held = call(x)
-
-    def goes_on():
-        for x in inputs:
-            assert torch.equal(call(x), fn(x))
-        assert torch.equal(held, fn(inputs[2]))
-
-    assert status_of_a_fork(goes_on) == 0
-    goes_on()
 
 
 class Waits:
@@ -123,30 +101,20 @@ def test_a_thread_that_is_ended_while_it_waits_for_its_turn():
         assert torch.equal(wrapper(x), x.sin() + 1)
 
 
-@pytest.mark.parametrize("kind", ["no such folder", "a folder", "full"])
-def test_a_report_that_cannot_be_written(kind, tmp_path, monkeypatch):
+def test_a_report_that_fills_the_disk(tmp_path, monkeypatch):
     """An error says so, and what was there is as it was."""
     report = cgpass.explain(torch.nn.Linear(4, 4), torch.randn(2, 4), options=OPTIONS)
-    path = tmp_path / "report.json"
+    path, write = tmp_path / "report.json", Path.write_text
     report.save(path)
     before = path.read_text()
-    if kind == "full":
-        write = Path.write_text
 
-        def write_half(path, text, **kwargs):
-            write(path, text[: len(text) // 2], **kwargs)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def write_half(path, text, **kwargs):
+        write(path, text[: len(text) // 2], **kwargs)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        monkeypatch.setattr(Path, "write_text", write_half)
-    elif kind == "a folder":
-        (tmp_path / "folder.json").mkdir()
-    wanted, message = {
-        "no such folder": (tmp_path / "nowhere" / "report.json", "nowhere' to save the report in"),
-        "a folder": (tmp_path / "folder.json", "can't be written"),
-        "full": (path, "can't be written"),
-    }[kind]
-    with pytest.raises(cgpass.errors.ReportError, match=message):
-        report.save(wanted)
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(cgpass.errors.ReportError, match="can't be written"):
+        report.save(path)
     assert path.read_text() == before
     assert not list(tmp_path.glob("*.part"))
 
@@ -190,15 +158,3 @@ def test_a_process_that_ends_with_graphs_alive(end, status):
     assert run.stdout == "there\n", run.stderr
     assert run.returncode == status, run.stderr
     assert "cgpass" not in run.stderr
-
-
-def test_a_trace_that_cannot_be_written_any_more(tmp_path):
-    """As on a full disk: the process goes on without it."""
-
-    def limit():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))
-
-    run = ends("", env=os.environ | {"TORCH_TRACE": str(tmp_path)}, preexec_fn=limit)
-    assert run.stdout == "there\n", run.stderr
-    assert run.returncode == 0, run.stderr

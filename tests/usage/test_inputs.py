@@ -1,11 +1,27 @@
-"""Inputs: written ones, the same one twice, views of each other, other kinds than float tensors."""
+"""Ways to hand in tensors: changed ones, shared ones, of any layout, size, dtype and kind, call after call."""
+
+import math
 
 import pytest
 import torch
+from torch import nn
 
-from tests.usage.programs import ATEN, Counter, Ways, assert_steady, long_enough, steady
+from tests.usage import programs
+from tests.usage.programs import (
+    ALL,
+    MLP,
+    Block,
+    Counter,
+    Ways,
+    assert_steady,
+    called_with,
+    gradients,
+    learn,
+    long_enough,
+    steady,
+)
 
-ways = Ways(*ATEN)
+ways = Ways()
 
 
 def mutated_input(session):
@@ -50,17 +66,6 @@ def the_same_tensor_twice_and_two_tensors_alternate(session):
         yield [call(a, a if number % 2 else session.randn(4, 8))]
 
 
-@ways(counts=steady(1))
-def the_same_tensor_twice_and_mutated(session):
-    def fn(a, b):
-        a.add_(1)
-        return (b.sin() * 2).cos() + a
-
-    call = session.compile(fn)
-    for a in session.batches(4, 8, count=6):
-        yield [call(a, a), a]
-
-
 @ways(replays="some")
 def a_mutated_view_changes_its_base(session):
     def fn(base, part):
@@ -72,47 +77,10 @@ def a_mutated_view_changes_its_base(session):
         yield [call(base, base[1:3]), base]
 
 
-@ways(counts=steady(1))
-def strided_expanded_and_integer_inputs(session):
-    def fn(transposed, expanded, index, flag):
-        x = transposed.sin() + expanded
-        return torch.where(flag, x[index], -x[index]) * 2
-
-    call = session.compile(fn)
-    for number in range(6):
-        index = session.tensor([number % 4, 1, 2])
-        flag = session.tensor([True, number % 2 == 0, False])[:, None]
-        yield [call(session.randn(8, 4).t(), session.randn(1, 8).expand(4, 8), index, flag)]
-
-
-@ways(counts=steady(1))
-def an_output_that_is_an_input_or_a_view_of_one(session):
-    def fn(x, y):
-        x.add_(1)
-        return x, x.view(-1), (x * y).sin().cos()
-
-    call = session.compile(fn)
-    for x in session.batches(4, 8, count=6):
-        same, flat, out = call(x, session.randn(4, 8))
-        flat.add_(1)
-        assert same is x or same.data_ptr() == x.data_ptr()
-        assert flat.data_ptr() == x.data_ptr()
-        yield [x, same, flat, out]
-
-
 @ways(counts=steady(1, recordings=2, warmups=2))
 def integers_that_change_are_part_of_the_signature(session):
     call = session.compile(lambda x, n: ((x * n).sin() + n).cos() * 2, dynamic=True)
     return [call(session.randn(4, 8), n) for n in (3, 5, 3, 5, 3, 5)]
-
-
-@ways()
-def gradient_mode_and_inference_mode(session):
-    call, values = session.compile(long_enough), []
-    for number in range(6):
-        with torch.inference_mode(number % 2 == 1):
-            values.append(call(session.randn(4, 8)).clone())
-    return values
 
 
 @ways(replays="none")
@@ -132,6 +100,277 @@ def conjugate_and_negative_bits(session):
             yield [g.resolve_conj() for g in torch.autograd.grad(outputs[0].abs().sum(), (x, w))]
 
 
+# ---- changed inputs
+
+
+@ways(replays="some")
+def an_input_changed_without_gradient_that_needs_one_elsewhere(session):
+    def fn(x, weight):
+        with torch.no_grad():
+            weight.mul_(0.9)
+        return (x @ weight).sin().cos()
+
+    call, weight = session.compile(fn), session.randn(8, 8).requires_grad_()
+    for batch in session.batches(4, 8):
+        call(batch, weight).sum().backward()
+        yield [weight.detach().clone(), weight.grad.clone()]
+
+
+def rows(session):
+    return (session.randn(4, 8),)
+
+
+# ---- inputs that share memory
+
+
+def overlapping(session):
+    base = session.randn(6, 8)
+    return base[:4], base[2:]
+
+
+def writes_the_first(a, b):
+    a.mul_(2).add_(1)
+    return (b.sin() + 1).cos() + a
+
+
+ways.add(
+    {"views that overlap and one is written": called_with(writes_the_first, overlapping)},
+    replays="none",
+)
+
+
+# ---- kinds that change
+
+
+@ways()
+def inputs_that_need_a_gradient_or_not(session):
+    module, call = session.compiled(MLP)
+    for number, batch in enumerate(session.batches(4, 8, count=12)):
+        batch.requires_grad_(number % 3 == 0)
+        out = call(batch * 1 if number % 2 else batch)
+        yield [out.detach(), *learn(module, out.square().mean()), batch.grad]
+
+
+@ways(replays="some")
+def tensors_made_in_inference_mode_and_outside(session):
+    module, call = session.compiled(MLP)
+    with torch.inference_mode():
+        made_inside = session.randn(4, 8)
+    for number, batch in enumerate(session.batches(4, 8, count=12)):
+        if number % 3 == 0:
+            with torch.inference_mode():
+                values = [call(made_inside + batch).clone()]
+        elif number % 3 == 1:
+            with torch.no_grad():
+                values = [call(made_inside)]
+        else:
+            values = learn(module, call(batch).square().mean())
+        yield values
+
+
+def numbers(*values):
+    def program(session):
+        call = session.compile(lambda x, n: long_enough(x * n) + n)
+        return [call(session.randn(4, 8), n) for n in values]
+
+    return program
+
+
+ways.add(
+    {
+        "numbers that change": numbers(1, 2, 3, 2, 1.5, 2.5, 1.5, True, False, True, math.pi, 3),
+        "a number on the host as a tensor": numbers(*map(torch.tensor, (1.5, 2.5, 1.5, 3.5, -1.0))),
+    },
+    replays="some",
+    on_skip="silent",
+)
+
+
+# ---- layouts
+
+ways.add(
+    {
+        "expanded and strided inputs in turn": called_with(
+            long_enough,
+            rows,
+            lambda s: (s.randn(8, 4).t(),),
+            lambda s: (s.randn(1, 8).expand(4, 8),),
+            lambda s: (s.randn(8, 16)[::2, ::2],),
+            lambda s: (s.randn(5, 8)[1:],),
+            count=20,
+        )
+    },
+    replays="some",
+)
+
+
+@ways()
+def inputs_that_start_anywhere_in_their_memory(session):
+    """Sines, no products: those of matrices round otherwise in memory that is less aligned."""
+    call = session.compile(long_enough)
+    for offset in (0, 1, 3, 8, 1, 0, 5, 16):
+        yield [call(session.randn(64)[offset : offset + 32].view(4, 8))]
+
+
+class Strided(nn.Module):
+    """Reads its input's storage at fixed places."""
+
+    def __init__(self, offset):
+        super().__init__()
+        self.offset = offset
+
+    def forward(self, x):
+        window = x.as_strided((2, 3), (3, 1), self.offset)
+        return (window.sin() + 1).cos() * 2
+
+
+class WritesStrided(nn.Module):
+    def forward(self, x):
+        x.as_strided((3,), (2,), 5).mul_(-2)
+        return (x.sin() + 1).cos() * 2
+
+
+def called_on_a_slice(make, *, grad=False):
+    def program(session):
+        _, call = session.compiled(make)
+        for _ in range(8):
+            whole = session.randn(24).requires_grad_(grad)
+            out = call(whole[2:14])
+            if grad:
+                out.sum().backward()
+            yield [out, whole.detach().clone(), whole.grad]
+
+    return program
+
+
+ways.add(
+    {
+        "as_strided inside": called_on_a_slice(lambda: Strided(2)),
+        "as_strided past the end": called_on_a_slice(lambda: Strided(16)),
+        "as_strided with a gradient": called_on_a_slice(lambda: Strided(4), grad=True),
+        "as_strided written": called_on_a_slice(WritesStrided),
+    }
+)
+
+
+@ways(replays="some")
+def one_of_two_overlapping_slices_is_written(session):
+    """AOTAutograd makes one tensor of the two, and counts from the beginning of its storage."""
+
+    def fn(x, y):
+        x.mul_(2)
+        return ((x + y).sin() + 1).cos()
+
+    _, source = session.compiled(nn.Identity)
+    call = session.compile(fn)
+    for _ in range(8):
+        part = source(session.randn(24) * 2)[2:]
+        yield [call(part[:12], part[4:16]), part.clone()]
+
+
+# ---- sizes
+
+
+def lengths_trained(make, shapes, **kwargs):
+    def program(session):
+        module, call = session.compiled(make, **kwargs)
+        optimizer = programs.sgd(module)
+        for shape in shapes:
+            yield learn(module, call(session.randn(*shape)).square().mean(), optimizer)
+
+    return program
+
+
+def wide():
+    return MLP(width=16)
+
+
+BY_LENGTH = [(2, n, 16) for n in (5, 7, 9, 5, 9, 7, 7, 5)]
+ONE_AND_TWO = [(n, 8) for n in (4, 1, 2, 1, 4)]
+ways.add({"lengths": lengths_trained(Block, BY_LENGTH, dynamic=True)})
+ways.add(
+    {
+        "empty inputs": lengths_trained(MLP, [(0, 8)] * 5),
+        "dynamic sizes of one and two": lengths_trained(MLP, ONE_AND_TWO, dynamic=True),
+    },
+    replays="some",
+)
+# as in other tests that build Inductor's kernels of it
+ways.add(
+    {"a last batch that is smaller": lengths_trained(MLP, [(4, 8), (4, 8), (4, 8), (2, 8)] * 4)},
+    settings=ALL,
+)
+
+
+@ways(replays="some")
+def forwards_of_several_lengths_pending(session):
+    module, call = session.compiled(wide, dynamic=True)
+    for sizes in ((5, 7, 9), (9, 5, 7), (7, 7, 5), (5, 9, 9)):
+        outs = [call(session.randn(2, n, 16)) for n in sizes]
+        for out in reversed(outs):
+            out.square().mean().backward()
+        yield [*(out.detach() for out in outs), *gradients(module)]
+        module.zero_grad()
+
+
+# ---- dtypes
+
+
+def scaled_without_dimensions(x, scale, shift):
+    scale.mul_(2)
+    return (x * scale + shift).sin(), scale.sin().cos() + shift
+
+
+DTYPES = {
+    "complex": (
+        lambda x: ((x * 2).sin() * x.conj()).sum(-1) + x.real.mean(),
+        lambda s: torch.complex(s.randn(4, 8), s.randn(4, 8)),
+    ),
+    "bool": (lambda x: (x & x.roll(1)) | (x ^ x.flip(0)) & ~x, lambda s: s.randn(4, 8) > 0),
+    "int8": (lambda x: (x // 3 + 1) * x.flip(0) - 2, lambda s: (s.randn(4, 8) * 9).char()),
+    "bfloat16": (long_enough, lambda s: s.randn(4, 8).bfloat16()),
+    "float8": (
+        lambda x, w: ((x.float() * 2).sin() @ w.float().t()).to(x.dtype).view(torch.uint8),
+        lambda s: [s.randn(8, 8).to(torch.float8_e4m3fn) for _ in range(2)],
+    ),
+}
+
+
+def of_a_dtype(fn, make):
+    def program(session):
+        call = session.compile(fn)
+        for _ in range(5):
+            made = make(session)
+            yield [call(*([made] if isinstance(made, torch.Tensor) else made))]
+
+    return program
+
+
+ways.add({name: of_a_dtype(*case) for name, case in DTYPES.items()})
+ways.add(
+    {
+        "inputs without dimensions": called_with(
+            scaled_without_dimensions,
+            lambda s: (s.randn(4), s.randn(()), s.randn(())),
+            lambda s: (s.randn(4), s.randn(4)[2], s.tensor(3.0)),
+        )
+    }
+)
+
+
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation")
 @ways.everywhere
 def test_inputs(way, program):
     program.check(way)
+
+
+def test_offsets_that_never_repeat(setting, caplog):
+    """Each is a signature of its own: said after a while, and right all along."""
+
+    def program(session):
+        _, call = session.compiled(lambda: Strided(4))
+        whole = session.randn(400)
+        return [call(whole[2 * n : 2 * n + 12]) for n in range(131)]
+
+    setting.compare(program)
+    assert "128 calls came that were never recorded" in caplog.text

@@ -4,34 +4,13 @@ from importlib.metadata import version
 
 import pytest
 import torch
+from benchlib.models import SPECS
 
 import cgpass
 from cgpass import telemetry
 
 EXPERTS = "transformers.grouped_mm_fallback"
 """The operator and that of its backward."""
-
-
-def tiny_mixtral():
-    transformers = pytest.importorskip(
-        "transformers"
-    )  # a second that other processes need not take
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=64,
-    )
-    try:
-        return transformers.MixtralForCausalLM(config)
-    except ImportError as error:
-        pytest.skip(f"transformers can't load Mixtral here: {error}")
 
 
 def step(model, call, tokens):
@@ -45,7 +24,11 @@ def step(model, call, tokens):
 @pytest.mark.filterwarnings("ignore")  # transformers' and torch's own
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_mixtral_is_one_forward_and_one_backward_graph(compiler):
-    model = tiny_mixtral()
+    torch.manual_seed(0)
+    try:
+        model = SPECS["mixtral"].build(True).model
+    except ImportError as error:
+        pytest.skip(f"transformers can't load Mixtral here: {error}")
     tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(1))
     expected = step(model, model, tokens)
     options = {"driver": "simulated", "compiler": compiler, "on_skip": "silent"}

@@ -1,15 +1,11 @@
 """Programs of PyTorch's issue tracker in which CUDA graphs failed: a program is named after its number."""
 
-import collections
-
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from cgpass.errors import CaptureError
-from tests.usage import programs
-from tests.usage.programs import ALL, MLP, Ways, gradients, learn, state
+from tests.usage.programs import ALL, MLP, Ways, gradients, state
 
 ways = Ways()
 SMALL = {"min_partition_ops": 1}
@@ -25,68 +21,6 @@ def issue_96693_accumulated_gradients(session):
             (call(batch).mean() / 4).backward()
         assert module[1].bias.grad.item() == 1.0
         yield gradients(module)
-        module.zero_grad()
-
-
-@ways(replays="none")  # each call's ids have other strides
-def issue_104435_outputs_of_generation_steps_in_a_list(session):
-    _, call = session.compiled(programs.Tied)
-    ids, logits = session.tensor([[1, 2, 3]]), []
-    with torch.inference_mode():
-        for _ in range(8):
-            logits.append(call(ids[:, -3:])[:, -1])
-            ids = torch.cat([ids, logits[-1].argmax(-1, keepdim=True)], dim=1)
-        return [ids.clone(), *(row.clone() for row in logits)]
-
-
-@ways(replays="some", on_skip="silent")
-def issue_119241_a_number_on_the_host_does_not_stop_the_rest(session):
-    scale = torch.tensor(0.5)  # stays on the host
-    call = session.compile(lambda x: ((x.sin() * scale).cos() + scale).exp())
-    return [call(batch) for batch in session.batches(4, 8)]
-
-
-@ways(replays="some", **SMALL)
-def issue_122192_two_functions_after_two_and_after_three_rounds(session):
-    cosine, sine = session.compile(torch.cos), session.compile(torch.sin)
-    for rounds in (1, 2, 3):
-        for _ in range(rounds):
-            y = cosine(session.randn(5))
-        yield [y, sine(session.randn(5))]
-
-
-@ways(replays="some", on_skip="silent", **SMALL)
-def issue_128396_prod(session):
-    module = session.module(lambda: nn.Linear(8, 8))
-    call = session.compile(lambda x: torch.prod(module(x), 1))
-    for batch in session.batches(4, 8):
-        out = call(batch)
-        out.sum().backward()
-        yield [out.detach(), *gradients(module)]
-
-
-@ways(**SMALL)
-def issue_144386_two_results_of_one_function(session):
-    call, x = session.compile(lambda x: torch.matmul(x, x)), session.randn(10, 10)
-    for _ in range(4):
-        y1 = call(x)
-        y2 = call(x)
-        yield [y1, y2]
-
-
-@ways(replays="some")
-def issue_148439_losses_of_a_schedule_of_microbatches(session):
-    module, call = session.compiled(MLP)
-    for _ in range(3):
-        losses, pending = [], collections.deque()
-        for batch in session.batches(4, 8, count=6):  # two forwards ahead of the backwards
-            pending.append(call(batch).square().mean())
-            losses.append(pending[-1].detach())
-            if len(pending) > 2:
-                pending.popleft().backward()
-        while pending:
-            pending.popleft().backward()
-        yield [torch.stack(losses).mean(), *losses, *gradients(module)]
         module.zero_grad()
 
 
@@ -109,38 +43,6 @@ def issue_153222_a_graph_retained_across_steps(session):
         before = loss
         yield [both.detach(), *gradients(module)]
         module.zero_grad()
-
-
-class Layer(nn.Module):
-    def __init__(self, compile_it):
-        super().__init__()
-        self.before, self.inner = nn.Linear(8, 8), MLP()
-        self.after = nn.Linear(8, 8)
-        self.inner_call = [compile_it(self.inner)]
-
-    def forward(self, x):
-        return self.after(self.inner_call[0](self.before(x)))
-
-
-def a_compiled_part_of_a_checkpointed_layer(*, reentrant):
-    def program(session):
-        layers = session.module(lambda: nn.ModuleList(Layer(session.compile) for _ in range(2)))
-        for x in session.batches(4, 8, count=6):
-            out = x.requires_grad_()
-            for layer in layers:
-                out = checkpoint(layer, out, use_reentrant=reentrant)
-            yield [out.detach(), *learn(layers, out.square().mean()), x.grad]
-
-    return program
-
-
-ways.add(
-    {
-        f"issue 154306 reentrant {flag}": a_compiled_part_of_a_checkpointed_layer(reentrant=flag)
-        for flag in (False, True)
-    },
-    replays="some",
-)
 
 
 @ways(**SMALL)
@@ -226,21 +128,6 @@ def issue_191369_results_of_one_function_change_places_in_the_next(session):
     for number in range(18):
         parts = make(session.randn(4, 8))
         yield [use(parts[number % 3], parts[(number + 1) % 3])]
-
-
-@ways(replays="some")
-def issue_194124_saved_tensors_of_many_graphs_with_pending_backwards(session):
-    modules = [session.module(MLP) for _ in range(3)]
-    calls = [session.compile(m) for m in modules]
-    for _ in range(5):
-        # autograd alone holds what was saved
-        pending = [call(session.randn(4, 8)).square().mean() for call in calls]
-        calls[0](session.randn(4, 8))
-        for loss in pending[::-1]:
-            loss.backward()
-        for module in modules:
-            yield gradients(module)
-            module.zero_grad()
 
 
 @ways.everywhere

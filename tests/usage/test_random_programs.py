@@ -7,27 +7,12 @@ CGPASS_RANDOM_PROGRAMS=N asks for about N new programs of each kind instead of t
 import os
 
 import pytest
-import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.usage.programs import Setting, counted
-from tests.usage.random_programs import Graph, check, compile_graph
-from tests.usage.random_strategies import (
-    ANY,
-    FEW_WAYS,
-    MODELS,
-    PLAIN,
-    cases,
-    options,
-    programs,
-)
-from tests.usage.test_broken_drivers import (
-    BROKEN,
-    consumption_unchecked,
-    released_blocks_forgotten,
-    wrong_alias,
-)
+from tests.usage.programs import counted
+from tests.usage.random_programs import Graph, Program, backward, call, check, compile_graph, edit
+from tests.usage.random_strategies import ANY, FEW_WAYS, MODELS, cases, options, programs
 
 ASKED = int(os.environ.get("CGPASS_RANDOM_PROGRAMS", "0"))
 PER_GRAPH = 10
@@ -83,36 +68,55 @@ def test_random_programs_on_random_graphs(setting):
     assert counters["replays"] > 0, counters
 
 
-SIMULATED = Setting(torch.device("cpu"), "simulated")
-ELSEWHERE = {
-    wrong_alias,
-    consumption_unchecked,
-    released_blocks_forgotten,
-}
-"""Views of inputs from a recording, graphs retained late, recordings made late, results kept for long: programs of their
-own prove these, or sooner."""
-REACHED = sorted({f for f, _ in BROKEN} - ELSEWHERE, key=lambda f: f.__name__)
-SENSITIVE = Graph(
-    (
-        "y.mul_(0.5)",
-        "self.n.add_(x.detach().mean(0))",
-        "a = (x @ self.w).sin()",
-        "b = F.dropout(a * y, 0.5) + self.n",
+FOUND = {
+    "an input is read by a partition and written by a later one": (
+        Graph(
+            (
+                "self.n.add_(y.detach().mean(0))",
+                "v2 = y.sin()",
+                "v3 = v2.sin()",
+                "v4 = v3.sin()",
+                "v5 = v4 * torch.nonzero(v4.detach().sum(-1) > 0).shape[0]",
+                "y.add_(y.detach())",
+                "v6 = (v5 @ self.w).tanh()",
+            ),
+            ("v6",),
+            "y",
+        ),
+        (call(), call()),
     ),
-    ("b", "a"),
-)
+    "a written input wants a gradient, and forwards are pending": (
+        Graph(
+            (
+                "x.mul_(0.5)",
+                "v2 = x * torch.nonzero(y.detach().sum(-1) > 0).shape[0]",
+                "v3 = (v2 * self.b).sigmoid()",
+            ),
+            ("v3",),
+            "x",
+        ),
+        (call(grad=True),) * 3,
+    ),
+    "a view of a saved tensor is edited before the backward": (
+        MODELS[1],
+        (call(), backward(), call(), edit(part=1)),
+    ),
+    "outputs made in inference mode": (
+        Graph(
+            ("v2 = y.sin()", "v3 = v2 + torch.nonzero(v2.detach() > 0).sum()"),
+            ("v3", "v2[:, 1:]"),
+        ),
+        (*(call(),) * 4, *(call(mode="inference"),) * 4),
+    ),
+    "a backward is refused after a held output was edited": (
+        MODELS[2],
+        (*(call(),) * 6, call(keep="last"), edit()),
+    ),
+}
 
 
-@settings(max_examples=150, derandomize=True, phases=[Phase.generate], **WITHOUT_ARTIFACTS)
-@given(programs(PLAIN))
-def run_sensitive(program):
-    check(SIMULATED, SENSITIVE, [program])
-
-
-@pytest.mark.slow  # of the tests themselves; test_broken_drivers.py has what runs always
-@pytest.mark.parametrize("break_it", REACHED, ids=lambda f: f.__name__)
-def test_random_programs_find_what_is_broken(monkeypatch, break_it):
-    compile_graph.cache_clear()  # what was compiled before has plans of its own by now
-    break_it(monkeypatch)
-    with pytest.raises(AssertionError, match="differ from the run without graphs"):
-        run_sensitive()
+@pytest.mark.parametrize("name", FOUND)
+def test_what_random_programs_found(setting, name):
+    """Where autograd refuses a backward without graphs it does so with graphs, too."""
+    graph, steps = FOUND[name]
+    check(setting, graph, [Program(steps=steps)], refused_too=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cgpass
-from cgpass import backend, telemetry
+from cgpass import telemetry
 from cgpass.errors import CaptureError
 from tests.usage import programs
 
@@ -144,40 +144,6 @@ def test_a_partition_whose_calls_are_refused_is_not_shown_as_captured():
     torch.compiler.reset()
 
 
-def test_defaults_are_those_of_the_moment_in_which_a_function_is_compiled():
-    torch.compiler.reset()
-    with cgpass.set_defaults(driver="simulated", compiler="eager", min_partition_ops=1):
-        inside = torch.compile(lambda x: x.sin() + 1, backend="cgpass")
-        outside = torch.compile(lambda x: x.cos() + 1, backend="cgpass")
-        with programs.counted() as counters:
-            inside(X)
-        assert counters["partitions_captured"] == 1
-    with programs.counted() as counters, cgpass.set_defaults(driver="none", compiler="eager"):
-        outside(X)
-        inside(X)
-    assert (counters["partitions_captured"], counters["calls"]) == (0, 1)
-    torch.compiler.reset()
-
-
-def test_a_reset_begins_the_summary_anew():
-    torch.compiler.reset()
-    options = {"driver": "simulated", "compiler": "eager"}
-    first, second = (
-        torch.compile(lambda x, n=n: x.sin() + n, backend="cgpass", options=options) for n in (1, 2)
-    )
-    for call in (first, second):
-        call(X)
-    assert "test_summary.py" in cgpass.summary()
-    cgpass.reset()
-    assert cgpass.summary() == "no graph was compiled"
-    assert cgpass.counters()["graphs"] > 0
-    second(X)
-    line, _ = cgpass.summary().splitlines()
-    assert line.endswith("1 partition captured (2 operators), 0 eager (0 operators)")
-    torch.compiler.reset()
-    assert cgpass.summary() == "no graph was compiled"
-
-
 def test_a_reset_leaves_out_graph_breaks_of_what_is_not_called_again():
     torch.compiler.reset()
     options = {"driver": "simulated", "compiler": "eager"}
@@ -206,18 +172,6 @@ def test_a_reset_leaves_out_graph_breaks_of_what_is_not_called_again():
         call(X)
         assert code in cgpass.summary()
     torch.compiler.reset()
-
-
-def test_torchs_reset_reaches_what_was_wrapped_before_an_earlier_one():
-    torch.compiler.reset()
-    call = torch.compile(
-        Breaks(), backend="cgpass", options={"driver": "simulated", "compiler": "eager"}
-    )
-    for _ in range(2):
-        call(X)
-        assert "graph break" in cgpass.summary()
-        torch.compiler.reset()
-        assert cgpass.summary() == "no graph was compiled"
 
 
 def many_options(fn, *args):
@@ -258,12 +212,3 @@ def test_the_recompile_limit_is_named(fn, place):
     assert (left.rest, left.detail, left.is_earlier) == (place, said, True)
     torch.compiler.reset()
     assert cgpass.summary() == "no graph was compiled"
-
-
-def test_the_recompile_limit_of_another_backend_is_not_ours():
-    torch.compiler.reset()
-    for size in range(2, 13):
-        torch.compile(one_more, backend="eager", dynamic=False)(torch.ones(size))
-    assert cgpass.summary() == "no graph was compiled"
-    torch.compiler.reset()
-    backend.reset_with_torch()  # torch calls it where ours was compiled for since the last reset

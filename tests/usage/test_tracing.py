@@ -127,16 +127,6 @@ def test_recordings_with_cause_and_duration_under_their_compilation(trace):
     assert "w (float32[4, 4], read at test_tracing.py" in moved["detail"]
 
 
-def events(directory):
-    return [json.loads(text) for meta, text in entries(directory) if "chromium_event" in meta]
-
-
-def test_passes_on_the_timeline(trace):
-    found = {(e["name"], e["ph"]): e for e in events(trace) if e["name"].startswith("cgpass.")}
-    name = "cgpass.forward.partition"
-    assert found[name, "B"]["ts"] < found[name, "E"]["ts"]
-
-
 def test_nothing_is_made_where_nothing_is_traced(monkeypatch):
     monkeypatch.setattr(base, "graph_text", pytest.fail)
     torch.compiler.reset()

@@ -15,7 +15,6 @@ from tests.usage.programs import (
     Ways,
     assert_replays,
     assert_steady,
-    gradients,
     learn,
     steady,
 )
@@ -33,13 +32,6 @@ def test_training_replays_every_step_but_the_first(setting, model):
     counters = setting.compare(programs.train(*MODELS[model]))
     assert_steady(counters, captured=2)
     assert counters["calls"] == 12
-
-
-def test_training_through_inductor(setting):
-    """On CPU the transformer block is test_randomness.py's, with dropout: its kernels take long to build."""
-    model = "mlp" if setting.device.type == "cpu" else "transformer block"
-    counters = setting.compare(programs.train(*MODELS[model]), compiler="inductor")
-    assert_steady(counters, captured=2)
 
 
 def changing_sizes(sizes, **kwargs):
@@ -79,11 +71,6 @@ def test_a_size_that_depends_on_data_splits_the_forward(setting):
 
 
 ways = Ways(*ATEN)
-# 4 compiles for 4 alone, 10 for any size: two graphs of two partitions each
-ways.add(
-    {"shapes found to be dynamic": changing_sizes([4, 4, 10, 6, 10, 6, 10, 6])},
-    counts=steady(4, recordings=6, warmups=6),
-)
 
 
 @ways(counts=steady(4))
@@ -97,16 +84,6 @@ def training_no_grad_and_evaluation_take_turns(session):
             module.train()
         out = call(batch)
         yield [out.detach(), *learn(module, out.square().mean()), *programs.state(module)]
-
-
-@ways(counts=steady(4))
-def two_models_do_not_disturb_each_other(session):
-    first, call_first = session.compiled(MLP)
-    second, call_second = session.compiled(lambda: MLP(depth=3))
-    for batch in session.batches(4, 8):
-        middle = call_first(batch)
-        yield [middle.detach(), *learn(second, call_second(middle).square().mean())]
-        yield gradients(first)
 
 
 @ways.everywhere

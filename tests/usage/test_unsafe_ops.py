@@ -5,7 +5,6 @@ import torch
 from torch.nn import functional as F
 
 from cgpass import telemetry
-from tests.usage import programs
 
 LIB = torch.library.Library("unsafe_ops_tests", "FRAGMENT")
 LIB.define("composite(Tensor x) -> Tensor")
@@ -57,23 +56,3 @@ def test_what_a_named_operator_is_traced_as_runs_between_graphs(way, name):
         eager = [p for p in graph.partitions if not p.captured]
         assert eager, str(graph)
         assert all(f"{name}" in reason for p in eager for reason in p.lines), str(graph)
-
-
-def test_with_inductor_too():
-    torch.compiler.reset()
-    call = torch.compile(
-        lambda x: F.gelu(x.sin() + 1).cos().exp(),
-        backend="cgpass",
-        options={
-            "driver": "simulated",
-            "unsafe_ops": ("aten::gelu",),
-            "min_partition_ops": 1,
-            "on_skip": "silent",
-        },
-    )
-    with programs.counted() as counters:
-        for _ in range(3):
-            call(torch.ones(4))
-    assert (counters["partitions_captured"], counters["partitions_eager"]) == (2, 1)
-    assert (counters["recordings"], counters["replays"]) == (2, 4)
-    torch.compiler.reset()

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 
 class Convolutions(nn.Module):
@@ -52,46 +51,3 @@ def test_gradients_lie_as_weights(setting, monkeypatch, channels_last):
         strides(g) != strides(w) for g, w in zip(found["default"], found["weights"], strict=True)
     )
     assert differ is not channels_last, "what is tested here is there no more"
-
-
-def test_gradients_of_inputs_go_on_as_they_are(setting, monkeypatch):
-    """What made the input computes channels-last, too."""
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    found = {}
-
-    def program(session):
-        module, call = session.compiled(Convolutions)
-        x = session.randn(2, 72, 8, 8).requires_grad_()
-        for _ in range(4):
-            found["ours"] = gradients(call, [x], x)
-        found["default"] = gradients(torch.compile(module), [x], x)
-        return [grad.clone() for grad in found["ours"]]
-
-    setting.run(program, compiler="inductor")
-    ((ours,), (default,)) = found.values()
-    assert torch.equal(ours, default)
-    assert strides(ours) == strides(default)
-
-
-def copies(call, module, x):
-    """Gradients that autograd copies into the layout of their parameters, in a step after some."""
-    for _ in range(6):
-        loss = call(x).square().sum()
-        module.zero_grad()
-        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
-            loss.backward()
-    return [event.name for event in profiled.events()].count("aten::new_empty_strided")
-
-
-def test_autograd_copies_no_gradient(setting):
-    found = {}
-
-    def program(session):
-        module, call = session.compiled(Convolutions)
-        x = session.randn(2, 72, 8, 8)
-        found["ours"] = copies(call, module, x)
-        found["default"] = copies(torch.compile(module), module, x)
-        return [p.grad.clone() for p in module.parameters()]
-
-    setting.run(program, compiler="inductor")
-    assert found["ours"] == 0 < found["default"]

@@ -29,67 +29,39 @@ def same(plain, module):
         torch.testing.assert_close(a.grad, b.grad)
 
 
-def test_hooks_on_a_parameter_leave_it_to_autograd(way):
+HOOKS = {
+    "tensor": lambda parameter, note: parameter.register_hook(lambda grad: note() or grad * 2),
+    "before": lambda parameter, note: end(parameter).register_prehook(lambda grads: note()),
+    "added": lambda parameter, note: parameter.register_post_accumulate_grad_hook(
+        lambda p: note(p.grad.sum().item())
+    ),
+    "after": lambda parameter, note: end(parameter).register_hook(lambda out, grads: note()),
+}
+
+
+def end(parameter):
+    """The node that adds to its gradient; its hooks live as long as it does."""
+    return parameter.view_as(parameter).grad_fn.next_functions[0][0]
+
+
+@pytest.mark.parametrize("kinds", [["tensor"], ["added"], list(HOOKS)], ids="-".join)
+@pytest.mark.parametrize("early", [True, False])
+def test_hooks_on_a_parameter_leave_it_to_autograd(way, kinds, early):
+    """Also those that come between a forward and its backward."""
     session, plain, module, call = made(way)
-    seen = []
-    for each in (plain, module):
-        first, second, *_ = each.parameters()
-        first.register_hook(lambda grad: grad * 2)
-        second.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.sum().item()))
-    x = session.randn(4, 8)
-    for fn in (plain, call):
-        for _ in range(2):
-            fn(x).square().sum().backward()
-    assert len(seen) == 4
-    same(plain, module)
-
-
-def hook_all_ways(parameter, seen):
-    parameter.register_hook(lambda grad: seen.append(("tensor", grad.sum().item())) or grad * 2)
-    end = parameter.view_as(parameter).grad_fn.next_functions[0][0]
-    end.register_prehook(lambda grads: seen.append(("before", grads[0].sum().item())))
-    end.register_hook(lambda out, grads: seen.append(("after", len(out), grads[0].sum().item())))
-    parameter.register_post_accumulate_grad_hook(
-        lambda p: seen.append(("added", p.grad.sum().item()))
-    )
-    return end  # its hooks live as long as it does
-
-
-def test_hooks_that_come_between_a_forward_and_its_backward(way):
-    session, plain, module, call = made(way)
-    found = {}
-    x = session.randn(4, 8)
+    x, found = session.randn(4, 8), {}
     for fn, each in ((plain, plain), (call, module)):
-        loss = fn(x).square().sum()
-        first, _, third, *_ = each.parameters()
-        found[fn] = []
-        ends = [hook_all_ways(p, found[fn]) for p in (first, third)]
-        loss.backward()
-        del ends
-    same(plain, module)
-    for hooked in (0, 1):  # each parameter's in their order
-        ours, theirs = (
-            [name for name, *_ in found[fn][4 * hooked : 4 * hooked + 4]] for fn in (call, plain)
-        )
-        assert ours == theirs == ["tensor", "before", "added", "after"]
-    for a, b in zip(sorted(found[call]), sorted(found[plain]), strict=True):
-        assert a[0] == b[0]
-        assert a[1:] == pytest.approx(b[1:], rel=1e-4, abs=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["tensor", "added"])
-def test_a_hook_that_comes_before_the_backward_and_is_all_there_is(way, kind):
-    session, plain, module, call = made(way)
-    x, seen = session.randn(4, 8), []
-    for fn, each in ((plain, plain), (call, module)):
-        loss = fn(x).square().sum()
-        first, *_ = each.parameters()
-        if kind == "tensor":
-            first.register_hook(lambda grad: seen.append(grad.shape) or grad * 2)
-        else:
-            first.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.shape))
-        loss.backward()
-    assert len(seen) == 2
+        first, seen = next(each.parameters()), []
+        loss = None if early else fn(x).square().sum()
+        node = end(first)
+        for kind in kinds:
+            HOOKS[kind](first, lambda *value, kind=kind, seen=seen: seen.append((kind, *value)))
+        (fn(x).square().sum() if early else loss).backward()
+        found[fn] = seen
+        del node
+    assert [kind for kind, *_ in found[call]] == kinds
+    for ours, theirs in zip(found[call], found[plain], strict=True):
+        assert ours[1:] == pytest.approx(theirs[1:], rel=1e-4, abs=1e-5)
     same(plain, module)
 
 
@@ -102,16 +74,6 @@ def test_a_type_that_gradients_get_before_the_backward(way):
         loss.backward()
     assert next(module.parameters()).grad.dtype == torch.float64
     same(plain, module)
-
-
-class Passes(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
 
 
 class SlowAdditions(TorchDispatchMode):
@@ -191,27 +153,6 @@ def test_backwards_into_named_inputs_leave_parameters_alone(way):
     (grad,) = torch.autograd.grad(call(y).square().sum(), y)
     torch.testing.assert_close(grad, y.grad)
     assert all(p.grad is None for p in module.parameters())
-
-
-def test_parameters_may_be_swapped_while_a_result_is_held(way):
-    session, plain, module, call = made(way)
-    x = session.randn(4, 8)
-    held = [fn(x).square().sum() for fn in (plain, call)]
-    for loss in held:
-        loss.backward()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        for each in (plain, module):
-            each.to(torch.float64)
-            each.load_state_dict({k: v / 2 for k, v in each.state_dict().items()})
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    assert all(p.dtype == torch.float64 for p in module.parameters())
-    for fn in (plain, call):
-        fn(x.double()).square().sum().backward()
-    same(plain, module)
-    with pytest.raises(RuntimeError, match="second time"):
-        held[1].backward()
 
 
 def test_parameters_that_are_frozen_before_the_backward(way):

@@ -59,20 +59,6 @@ def test_results_go_together_with_the_very_input_of_the_call(slow_way):
     assert counters["replays"] == 4
 
 
-def test_two_jagged_inputs_keep_their_own_offsets(way):
-    def program(session):
-        call = session.compile(lambda x, y: (F.gelu(x.sin()) * 2, F.gelu(y.cos()) * 2))
-        results = []
-        for _ in range(5):
-            x, y = jagged(session, 3, 4), jagged(session, 2, 6)
-            for result, given in zip(call(x, y), (x, y), strict=True):
-                results.append((result + given).values().detach())
-        return results
-
-    counters = way.compare(program, min_partition_ops=1)
-    assert counters["replays"] == 4
-
-
 @pytest.mark.parametrize("in_place", [False, True])
 def test_totals_that_change_are_sizes_of_their_own(way, in_place):
     """Beside the number of rows, which stays; batches lie in one buffer, which may come to be read in place, or not."""

@@ -3,12 +3,11 @@
 import collections
 import itertools
 
-import pytest
 import torch
 from torch import nn
 
 from tests.usage import programs
-from tests.usage.programs import MLP, Block, ConvNet, Ways, gradients, learn, sgd, state
+from tests.usage.programs import MLP, ConvNet, Ways, gradients, learn, sgd, state
 
 ways = Ways()
 
@@ -29,83 +28,6 @@ def evaluation_in_the_middle_of_an_accumulation(session):
             optimizer.step()
             optimizer.zero_grad()
     return values + state(module)
-
-
-@ways()
-def unused_outputs_and_outputs_without_gradient(session):
-    module = session.module(MLP)
-
-    def fn(x):
-        y = module(x)
-        return y.sin(), y.detach().cos(), (y > 0), y.argmax(-1), y.exp()
-
-    call = session.compile(fn)
-    for number, batch in enumerate(session.batches(4, 8, count=8)):
-        used, cut, positive, best, unused = call(batch)
-        assert not cut.requires_grad
-        (unused if number % 3 == 2 else used).mean().backward()
-        yield [cut, positive, best, *gradients(module)]
-
-
-def accumulation_over_a_number_of_batches_that_changes(*, set_to_none):
-    def program(session):
-        module, call = session.compiled(MLP)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-        for count in (1, 2, 4, 1, 3, 2, 1):
-            optimizer.zero_grad(set_to_none=set_to_none)
-            for batch in session.batches(4, 8, count=count):
-                (call(batch).square().mean() / count).backward()
-            yield gradients(module)
-            optimizer.step()
-        yield state(module)
-
-    return program
-
-
-ways.add(
-    {
-        f"accumulation {name}": accumulation_over_a_number_of_batches_that_changes(set_to_none=none)
-        for name, none in (("to None", True), ("in place", False))
-    }
-)
-
-
-class Breaks(nn.Module):
-    """Dynamo compiles this in parts: one graph breaks in the middle, one result is printed."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.third = MLP(), MLP(), MLP()
-        self.seen = []
-
-    def forward(self, x):
-        x = self.first(x)
-        torch._dynamo.graph_break()
-        y = self.second(x)
-        if y.detach().mean().item() > 1e6:
-            y = -y
-        return self.third(x + y) + x
-
-
-ways.add(
-    {"a function with graph breaks": programs.train(Breaks, programs.rows(4, 8), steps=8)},
-    replays="some",
-    counts={"plain_calls": 0},
-)
-
-
-@ways(replays="some")
-def one_block_compiled_for_many_layers(session):
-    """Each block is compiled in place: one compilation for all, trained with AdamW."""
-    module = session.module(lambda: nn.Sequential(*(Block() for _ in range(4))))
-    for block in module:
-        block.compile(backend=session.backend, options=session.options)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-    for number, batch in enumerate(session.batches(2, 6, 16, count=6)):
-        yield learn(module, module(batch).square().mean(), optimizer)
-        if number % 3 == 2:
-            with torch.no_grad():
-                yield [module(batch)]
 
 
 @ways(replays="some")
@@ -133,38 +55,7 @@ def backward_into_chosen_inputs_only(session):
         yield gradients(module)
 
 
-@ways()
-def an_error_of_the_user_between_forward_and_backward(session):
-    module, call = session.compiled(MLP)
-    for number, batch in enumerate(session.batches(4, 8, count=9)):
-        try:
-            out = call(batch)
-            out.reshape(-1, 7 if number % 3 == 1 else 8).square().mean().backward()
-        except RuntimeError as error:
-            yield [str(error)]
-            continue
-        yield [out.detach(), *gradients(module)]
-
-
 # ---- hooks
-
-
-@ways(replays="some")
-def saved_tensors_are_packed_as_other_dtypes_now_and_then(session):
-    def pack(t):
-        return t.double() if t.is_floating_point() else t
-
-    def unpack(t):
-        return t.float() if t.is_floating_point() else t
-
-    module, call = session.compiled(MLP)
-    for number, batch in enumerate(session.batches(4, 8, count=12)):
-        if number % 4 == 3:
-            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-                out = call(batch)
-        else:
-            out = call(batch)
-        yield [out.detach(), *learn(module, out.square().mean())]
 
 
 @ways()
@@ -201,17 +92,6 @@ def hooks_of_modules_fire_once_a_step(session):
         assert fired == {"before": 1, "after": 1, "backward": 1}
 
 
-@ways(replays="some")
-def hooks_of_modules_inside_keep_the_activations(session):
-    module, seen = session.module(MLP), {}
-    for number, layer in enumerate(module.layers):
-        layer.register_forward_hook(lambda m, args, out, n=number: seen.update({n: out}))
-    call = session.compile(module)
-    for batch in session.batches(4, 8, count=8):
-        learned = learn(module, call(batch).square().mean())
-        yield [*learned, *(activation.detach() for activation in seen.values())]
-
-
 # ---- optimizers
 
 
@@ -240,78 +120,21 @@ def a_gradient_scaler_that_skips_steps(session):
     return values + state(module)
 
 
-@ways()
-def an_optimizer_that_calls_the_model_itself(session):
+@ways(replays="some", on_skip="silent")
+def a_compiled_optimizer_step(session):
+    """Its rate falls, and is a tensor."""
     module, call = session.compiled(MLP)
-    optimizer = torch.optim.LBFGS(module.parameters(), lr=0.5, max_iter=4)
-    values = []
-    for batch in session.batches(4, 8, count=4):
-
-        def closure(batch=batch):
-            optimizer.zero_grad()
-            loss = call(batch).square().mean()
-            loss.backward()
-            values.append(loss.detach())
-            return loss
-
-        optimizer.step(closure)
-    return values + state(module)
-
-
-@ways()
-def two_backwards_a_step_at_disturbed_parameters(session):
-    module, call = session.compiled(MLP)
-    optimizer, parameters = sgd(module, momentum=0.9), [*module.parameters()]
-    for batch in session.batches(4, 8, count=6):
+    optimizer = torch.optim.AdamW(module.parameters(), lr=session.tensor(0.1))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    step = session.compile(optimizer.step)
+    for number, batch in enumerate(session.batches(4, 8, count=8)):
         call(batch).square().mean().backward()
-        uphill = [p.grad for p in parameters]
-        with torch.no_grad():
-            torch._foreach_add_(parameters, uphill, alpha=0.05)
-        optimizer.zero_grad()
-        call(batch).square().mean().backward()
-        with torch.no_grad():
-            torch._foreach_sub_(parameters, uphill, alpha=0.05)
-        optimizer.step()
-        optimizer.zero_grad()
-        yield uphill
-    yield state(module)
-
-
-OPTIMIZERS = {
-    "adamw": lambda p, rate: torch.optim.AdamW(p, lr=0.01),
-    "amsgrad": lambda p, rate: torch.optim.Adam(p, lr=0.01, amsgrad=True, foreach=True),
-    "momentum": lambda p, rate: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "a rate that falls": lambda p, rate: torch.optim.AdamW(p, lr=rate),
-}
-
-
-def a_compiled_optimizer_step(make):
-    def program(session):
-        module, call = session.compiled(MLP)
-        optimizer = make(module.parameters(), session.tensor(0.1))
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        step = session.compile(optimizer.step)
-        for number, batch in enumerate(session.batches(4, 8, count=8)):
-            call(batch).square().mean().backward()
-            step()
-            optimizer.zero_grad(set_to_none=number % 2 == 0)
-            if make is OPTIMIZERS["a rate that falls"]:
-                schedule.step()
-            yield state(module)
-        moments = [each for kept in optimizer.state.values() for each in kept.values()]
-        yield [moment for moment in moments if isinstance(moment, torch.Tensor)]
-
-    return program
-
-
-ways.add(
-    {
-        f"a compiled optimizer step, {name}": a_compiled_optimizer_step(make)
-        for name, make in OPTIMIZERS.items()
-    },
-    replays="some",
-    on_skip="silent",
-)
+        step()
+        optimizer.zero_grad(set_to_none=number % 2 == 0)
+        schedule.step()
+        yield state(module)
+    moments = [each for kept in optimizer.state.values() for each in kept.values()]
+    yield [moment for moment in moments if isinstance(moment, torch.Tensor)]
 
 
 @ways(replays="none", on_skip="silent")
@@ -362,30 +185,6 @@ for half, unsafe in (("forward", FORWARD), ("backward", [f"{op}_backward" for op
     )
 
 
-@ways(replays="some", on_skip="silent")
-def backwards_of_more_forwards_than_there_is_memory_for(session):
-    """Past the limit calls run plainly, their backwards and forwards not always alike."""
-    module, call = session.compiled(Attention)
-    for count in (3, 20, 2, 1):
-        outs = [call(x) for x in session.batches(2, 6, 16, count=count)]
-        for out in reversed(outs):
-            out.square().mean().backward()
-        yield [*(out.detach() for out in outs), *gradients(module)]
-        module.zero_grad()
-
-
 @ways.everywhere
 def test_ways_to_train(way, program):
     program.check(way)
-
-
-def test_a_second_derivative_is_a_clear_error(way):
-    session = way.session()
-    module, call = session.compiled(MLP)
-    for batch in session.batches(4, 8, count=4):
-        batch.requires_grad_()
-        (grad,) = torch.autograd.grad(call(batch).square().sum(), batch, create_graph=True)
-        with pytest.raises(RuntimeError, match="double backward"):
-            grad.square().sum().backward()
-        expected = torch.autograd.grad(module(batch).square().sum(), batch)
-        torch.testing.assert_close(grad, expected[0])

@@ -46,23 +46,6 @@ def test_from_the_second_thread_on_results_are_copies(way):
     assert counters["replays"] == 4
 
 
-def test_calls_of_one_thread_are_not_copied_though_backwards_run_on_another(way):
-    session = way.session()
-    _, call = session.compiled(MLP)
-    batches = session.batches(4, 8, count=8)
-
-    def copied_bytes(backward):
-        with counted() as counters:
-            for batch in batches:
-                backward(call(batch).sum())
-        return counters["copied_bytes"]
-
-    copied_bytes(torch.Tensor.backward)
-    here = copied_bytes(torch.Tensor.backward)
-    there = copied_bytes(lambda loss: in_threads(loss.backward))
-    assert 0 < there <= here  # less where the gradient of the sum never moves
-
-
 def test_one_thread_calls_and_another_reads(way):
     def program(session):
         _, call = session.compiled(MLP)

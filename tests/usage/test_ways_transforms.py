@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cgpass.errors import InputError
-from tests.usage.programs import MLP, counted
+from tests.usage.programs import counted
 
 ORDERS = ["ppppb", "pbppp", "bpppp", "ppbbpp"]
 
@@ -33,24 +33,6 @@ def test_gradients_are_batched(way, order, outputs, caplog):
     assert "can't be captured" not in caplog.text
     told = [r for r in caplog.messages if "from inside of a transform" in r]
     assert len(told) == 1
-
-
-def test_jacobians_of_a_module(way):
-    if way.compiler == "inductor":
-        pytest.skip("Inductor's kernels take no batched tensors, graphs or not")
-
-    def program(session):
-        module, call = session.compiled(MLP)
-        values = []
-        for batch in session.batches(8, count=6):
-            call(batch).square().mean().backward()
-            values += [
-                torch.autograd.functional.jacobian(call, batch, vectorize=True),
-                *(p.grad.clone() for p in module.parameters()),
-            ]
-        return values
-
-    assert way.compare(program)["replays"] > 0
 
 
 def test_a_wrapper_inside_a_transform(setting, caplog):
