@@ -98,15 +98,6 @@ def asking_runner(asked, fn=refusing):
     return runner(fn, COPIED, mutated=(0,), on_failure=asked)
 
 
-def test_a_runner_says_why_nothing_of_it_is_captured(caplog):
-    run = asking_runner(Blaming(Outcome(why="all of it waits")))
-    for _ in range(3):
-        assert call(run, torch.ones(3)) == [[4.0] * 3]
-    assert counts(run) == (1, 0, 0, 2)
-    (record,) = caplog.records
-    assert "runs without a graph from now on: all of it waits" in record.getMessage()
-
-
 @pytest.mark.parametrize("error", [CaptureError("no"), KeyError("user's")], ids=str)
 def test_a_runner_passes_on_what_is_raised(error):
     run = asking_runner(Blaming(error))
