@@ -1,7 +1,5 @@
 """Each partition waits for the collectives that it starts."""
 
-import operator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +7,6 @@ from expecttest import assert_expected_inline
 
 import cgpass
 from cgpass import torch_private
-from cgpass.compile.facts import values
 from cgpass.compile.facts.partition_tag import get_tag
 from cgpass.compile.facts.text import graph_text
 from cgpass.compile.passes.base import PassContext, run_passes
@@ -51,59 +48,47 @@ return add""",
     )
 
 
-def tags_of_waits(gm):
-    return [
-        (str(get_tag(node)), node.args[0].name)
-        for node in gm.graph.nodes
-        if node.target is torch_private.wait_tensor()
-    ]
+def waits_of(gm):
+    """Where a wait is, and for what."""
+    wait = torch_private.wait_tensor()
+    return [(str(get_tag(n)), n.args[0].name) for n in gm.graph.nodes if n.target is wait]
 
 
-def test_a_wait_stays_where_it_is():
-    def fn(x):
-        started = collectives.all_reduce(x.sin(), "sum", GROUP)
-        y = x.cos()
-        return collectives.wait_tensor(started) + y.tanh()
-
-    gm = joined(fn, (4,))
-    assert tags_of_waits(gm) == [("captured_0", "all_reduce")]
-    names = [node.name for node in gm.graph.nodes]
-    assert names.index("cos") < names.index("wait_tensor")
+def waited_here(x):
+    started = collectives.all_reduce(x.sin(), "sum", GROUP)
+    y = x.cos()
+    return collectives.wait_tensor(started) + y.tanh()
 
 
-def test_an_eager_partition_joins_too():
-    def fn(x):
-        started = collectives.all_reduce(x.tanh(), "sum", GROUP)
-        return collectives.wait_tensor(started).sin()
-
-    gm = joined(fn, (4,), unsafe=("aten::tanh", "_c10d_functional::all_reduce"))
-    assert tags_of_waits(gm)[0] == ("eager_0", "all_reduce")
+def started_eagerly(x):
+    return collectives.wait_tensor(collectives.all_reduce(x.tanh(), "sum", GROUP)).sin()
 
 
-def test_results_that_are_returned_and_lists_of_them():
-    def fn(x, y):
-        first, second = collectives.all_gather_into_tensor_coalesced([x.sin(), y.cos()], 2, GROUP)
-        return first, collectives.wait_tensor(second).exp(), x.tanh()
-
-    gm = joined(fn, (4,), (4,))
-    gathered = next(node for node in gm.graph.nodes if values.starts_collective(node))
-    results = [user for user in gathered.users if user.target is operator.getitem]
-    assert len(results) == 2
-    assert all(any(u.target is torch_private.wait_tensor() for u in r.users) for r in results)
-    returned = gm.graph.output_node().args[0][0]
-    assert returned.target is torch_private.wait_tensor()
+def returned(x):
+    first, second = collectives.all_gather_into_tensor_coalesced([x.sin(), x.cos()], 2, GROUP)
+    return first, collectives.wait_tensor(second).exp(), x.tanh()
 
 
-def test_a_result_that_nobody_reads_is_joined_too():
-    def fn(x):
-        first, _ = collectives.all_reduce_coalesced([x.sin(), x.cos()], "sum", GROUP)
-        return collectives.wait_tensor(first).exp()
+def unread(x):
+    first, _ = collectives.all_reduce_coalesced([x.sin(), x.cos()], "sum", GROUP)
+    return collectives.wait_tensor(first).exp()
 
-    gm = joined(fn, (4,))
-    started = next(node for node in gm.graph.nodes if values.starts_collective(node))
-    results = [user for user in started.users if user.target is operator.getitem]
-    assert sorted(result.args[1] for result in results) == [0, 1]
-    assert all(any(u.target is torch_private.wait_tensor() for u in r.users) for r in results)
+
+@pytest.mark.parametrize(
+    ("fn", "waits"),
+    [
+        (waited_here, [("captured_0", "all_reduce")]),
+        (started_eagerly, [("eager_0", "all_reduce"), ("captured_1", "wait_tensor_default")]),
+        (returned, [("captured_0", "getitem_1"), ("captured_0", "getitem")]),
+        (unread, [("captured_0", "getitem"), ("captured_0", "getitem_1")]),
+    ],
+)
+def test_each_result_is_waited_for_where_it_was_started(fn, waits):
+    unsafe = ("aten::tanh", *(["_c10d_functional::all_reduce"] if fn is started_eagerly else []))
+    gm = joined(fn, (4,), unsafe=unsafe)
+    assert sorted(waits_of(gm)) == sorted(waits)
+    if fn is returned:
+        assert gm.graph.output_node().args[0][0].target is torch_private.wait_tensor()
 
 
 @pytest.mark.parametrize("fn", [waited_elsewhere, lambda x: x.sin().tanh().cos()])
