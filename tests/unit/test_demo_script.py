@@ -51,12 +51,6 @@ def installed(directory):
     return path.read_text().splitlines() if path.exists() else []
 
 
-def test_an_active_environment_that_has_all_is_used_as_it_is(run, tmp_path):
-    active = environment(tmp_path / "active")
-    assert run(DEMO, VIRTUAL_ENV=active) == (active, [])
-    assert installed(active) == installed(tmp_path / ".venv") == []
-
-
 def test_an_active_environment_that_lacks_something_is_left_alone(run, tmp_path):
     active = environment(tmp_path / "active", lacks="transformers")
     used, (said, _) = run(DEMO, VIRTUAL_ENV=active)
@@ -67,12 +61,6 @@ def test_an_active_environment_that_lacks_something_is_left_alone(run, tmp_path)
     assert installed(active) == []
     (line,) = installed(used)
     assert line.endswith("-e .[demo]")
-
-
-def test_an_environment_that_has_what_tests_need_has_what_the_demo_needs(run, tmp_path):
-    run("prepare_venv dev")
-    used, said = run(DEMO)
-    assert (used, said, len(installed(used))) == (tmp_path / ".venv", [], 1)
 
 
 def test_an_environment_that_is_named_is_set_up(run, tmp_path):

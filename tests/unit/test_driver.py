@@ -208,16 +208,3 @@ def test_a_capture_on_the_device():
     graph.replay()
     assert not torch.equal(first, out)
     assert not driver.is_capturing()
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (RuntimeError("operation not permitted when stream is capturing"), True),
-        (RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED"), True),
-        (RuntimeError("the user's"), False),
-        (ValueError("not while capturing"), False),
-    ],
-)
-def test_errors_of_captures(error, expected):
-    assert driver_module.is_capture_error(error) is expected

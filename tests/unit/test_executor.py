@@ -64,23 +64,6 @@ def recorded(visible, second_reads=False, **settings):
     return Executor(plan, owner), first
 
 
-@pytest.mark.parametrize("outputs", ["shared", "owned"])
-def test_visible_outputs_that_are_held_call_after_call(outputs):
-    executor, first = recorded(visible=(0, 1), outputs=outputs)
-    kept = []
-    for value in range(8):
-        kept.append(executor([X * value]))
-        in_pool = [executor.owner.is_pool_storage(t) for t in kept[-1]]
-        assert in_pool == [value > 0 and outputs == "shared"] * 2
-    for value, (a, b) in enumerate(kept):
-        assert (a.tolist(), b.tolist()) == ([2.0 * value] * 2, [3.0 * value] * 2)
-    assert counts(first) == (1, 1, 7, 0)
-    stats = first.stats
-    moved, copied = ((6, 96), 0) if outputs == "shared" else ((0, 0), 16)
-    assert (stats.rescues, stats.rescued_bytes) == moved
-    assert stats.copied_bytes == 7 * (8 + copied)
-
-
 @pytest.mark.parametrize(
     ("visible", "second_reads", "read"),
     [

@@ -15,8 +15,6 @@ from cgpass.compile.passes.ordering import (
     peak_bytes,
 )
 
-C, E = True, False
-
 
 def problem(colours, before, sizes=None, reads=None, kept=()):
     return OrderingProblem(
@@ -122,14 +120,6 @@ def test_a_limit_costs_few_switches():
         found += count_switches(p, order)
         fewest += fewest_by_brute_force(p, 0.05)
     assert fewest <= found <= 1.2 * fewest
-
-
-def test_memory_limit_keeps_big_values_apart():
-    # Gathering the eager nodes would hold all three big values at once.
-    p = problem([E, C, E, C, E, C], [[], [0], [], [2], [], [4]], [100, 1, 100, 1, 100, 1])
-    assert find_order(p, 0.05) == (0, 1, 2, 3, 4, 5)
-    assert count_switches(p, find_order(p, 1.0)) == 3
-    assert count_switches(p, find_order(p, 2.0)) == 1
 
 
 @pytest.mark.parametrize(("width", "increase"), [(8, 0.05), (5000, 0.0)])

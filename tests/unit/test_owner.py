@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_m
 
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
-from tests.unit.runners import COPIED, POOLED, STATIC, call, counts, runner
+from tests.unit.runners import COPIED, STATIC, call, counts, runner
 
 X = torch.ones(2)
 
@@ -45,18 +45,6 @@ def test_there_is_an_end_to_slots(limit, caplog):
         "torch.no_grad() if no backward is meant, detach outputs and clone gradients that are kept, or raise the limit: "
         f'options={{"max_pending_calls": {2 * limit}}}.'
     )
-
-
-def test_what_nobody_holds_belongs_to_the_pool_again():
-    run = partition(lambda x: [x * 2, x * 3])
-    recording = recorded(run)
-    held, _ = run.run([X])
-    del held[1]
-    released = run.owner.begin_recording(0)
-    assert released == {recording.birth: (1,)}
-    held.clear()
-    assert run.owner.begin_recording(0) == {recording.birth: (0, 1)}
-    assert run.owner.begin_recording(run.owner.slot_for(0, first=1)) == {}, "another pool"
 
 
 def test_a_recording_knows_what_it_may_lie_on():
@@ -194,26 +182,6 @@ def test_recordings_go_before_a_larger_one_unless_a_backward_reads_what_is_held(
         assert call(second, torch.ones(4)) == [[3] * 4]
     assert first.table.all() == ([recording] if held else [])
     del kept
-
-
-@pytest.mark.parametrize("end", ["release", "close", "del"])
-def test_held_outputs_outlive_their_owner(end):
-    run = runner(lambda x: [x * 2, x * 3], COPIED)
-    reader = runner(lambda a: [a + 1], POOLED, owner=run.owner)
-    for value in range(3):
-        outputs, _ = run.run([X * value])
-        held, result = outputs[1], reader.run([outputs[0]])[0][0]
-        del outputs
-        if value < 2:
-            del held, result
-    owner = run.owner
-    if end == "del":
-        del run, reader, owner
-    else:
-        getattr(owner, end)()
-    others = [torch.full((2,), -1.0) for _ in range(64)]
-    assert (held.tolist(), result.tolist()) == ([6, 6], [5, 5])
-    assert len(others) == 64
 
 
 @contextlib.contextmanager

@@ -144,13 +144,6 @@ def test_what_shares_memory_with_what_is_written_is_not_copied(written, other, c
     del kept
 
 
-def test_an_empty_tensor_lies_nowhere_and_is_never_new():
-    part, w = Partition(STATIC, STATIC), X.clone()
-    part(w, torch.empty(0))
-    found = part(w, torch.empty(0))
-    assert (found.new, found.places) == ((), places(w, 0))
-
-
 # ---- values of other recordings
 
 
