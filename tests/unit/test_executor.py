@@ -87,3 +87,58 @@ def test_an_output_that_another_step_reads_is_read_from_the_pool_though_it_is_co
     second = executor.plan.steps[1].run
     assert counts(second) == (1, 1, 4, 0)
     assert second.stats.copied_bytes == 0
+
+
+class Noting:
+    """Wraps steps, and notes them."""
+
+    def __init__(self):
+        self.steps = []
+
+    def __call__(self, step, run):
+        def noted(values):
+            self.steps.append(step.name)
+            return run(values)
+
+        return noted
+
+
+@pytest.fixture
+def executor():
+    run = runner(lambda x: [x * 2], COPIED, owner=Owner(SimulatedDriver()))
+    steps = (
+        Step("captured_0", run, (0,), (1,), (0,)),
+        Step("eager_1", lambda args: [args.pop() + 1], (1,), (2,), (1,)),
+    )
+    return Executor(Plan(1, 3, steps, (2,), visible=frozenset({0})), run.owner)
+
+
+def run_of(executor):
+    return executor.plan.steps[0].run
+
+
+def test_steps_are_told_in_order_and_only_inside(executor):
+    outer, inner, steps = Noting(), Noting(), executor._steps
+    executor([torch.ones(2)])
+    ends = [executor.wrap(outer), executor.wrap(inner)]
+    assert executor([torch.ones(2)])[0].tolist() == [3, 3]
+    with pytest.raises(TypeError):
+        executor(["no tensor"])
+    for end in ends:
+        end()
+    assert executor._steps is steps
+    executor([torch.ones(2)])
+    assert outer.steps == inner.steps == ["captured_0", "eager_1", "captured_0"]
+    assert executor.tally.calls == 4
+
+
+def test_calls_run_plainly_on_request_and_recordings_stay(executor):
+    for _ in range(3):
+        executor([torch.ones(2)])
+    executor.owner.plain = True
+    held = [executor([torch.full((2,), float(n))])[0] for n in range(3)]
+    assert [value.tolist() for value in held] == [[1, 1], [3, 3], [5, 5]]
+    assert counts(run_of(executor)) == (1, 1, 2, 3)
+    executor.owner.plain = False
+    executor([torch.ones(2)])
+    assert counts(run_of(executor)) == (1, 1, 3, 3)

@@ -9,7 +9,8 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 
-from cgpass.runtime.owner import Owner
+import cgpass
+from cgpass.runtime.owner import Owner, StorageSet
 from cgpass.runtime.simulated import SimulatedDriver
 from tests.unit.runners import COPIED, STATIC, call, counts, runner
 
@@ -214,3 +215,58 @@ def test_an_owner_that_is_collected_during_a_trace_frees_its_memory_for_real(tra
     assert held.tolist() == [4, 4]
     assert type(held) is torch.Tensor
     assert (len(others), ignored) == (64, [])
+
+
+def test_storages_of_what_has_memory_are_noted():
+    owner, tensor = Owner(SimulatedDriver()), torch.ones(4)
+    for _ in range(2):
+        owner.note_plain_results([None, 3, tensor, tensor[1:], torch.ones(4).to_sparse()])
+        assert list(owner._plain_results) == [tensor.untyped_storage()]
+
+
+def test_storages_that_died_are_not_told_of():
+    found, kept = StorageSet(), [torch.ones(4).untyped_storage() for _ in range(63)]
+    for storage in kept:
+        found.add(storage)
+    del kept[1], storage
+    assert [each.data_ptr() for each in found] == [each.data_ptr() for each in kept]
+    for _ in range(640):
+        found.add(torch.ones(4).untyped_storage())
+    assert len(found._refs) < 4 * 63
+    assert all(storage in found for storage in kept)
+
+
+@torch.library.custom_op("shared::apart", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def apart(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+apart.register_fake(torch.empty_like)
+
+
+def fn(x):
+    """Five captured partitions that read what operators between them made."""
+    for _ in range(4):
+        x = apart((x * 2).sin().cos())
+        y = apart((x + 1).tanh())
+        x = (x * y).exp().tanh()
+    return x
+
+
+def test_memory_of_one_partition_for_all(monkeypatch):
+    made = []
+    add = Owner.add_recording
+    monkeypatch.setattr(Owner, "add_recording", lambda self, r: made.append(r) or add(self, r))
+    options = {"driver": "simulated", "compiler": "eager", "min_partition_ops": 1}
+    compiled = torch.compile(fn, backend=cgpass.cgpass, options=options)
+    held = []
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(64)
+            held.append((compiled(x), fn(x)))
+    assert all(torch.equal(a, b) for a, b in held)
+    copying = [r for r in made if len(r.copied_inputs) == 2]
+    assert len(copying) >= 4
+    places = {p.target.data_ptr() for r in copying for p in r._placeholders.values()}
+    assert len(places) == 2
+    torch.compiler.reset()
