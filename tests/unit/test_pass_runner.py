@@ -48,12 +48,11 @@ class Careless(Note):
 
 
 @dataclass(frozen=True)
-class Breaker(Pass):
+class Breaker(Note):
     name: ClassVar[str] = "breaker"
 
     def run(self, gm, ctx):
-        relu = gm.graph.find_nodes(op="call_function", target=torch.relu)[0]
-        gm.graph.output_node().append(relu)
+        gm.graph.output_node().append(gm.graph.find_nodes(op="call_function", target=torch.relu)[0])
         return PassResult(gm, True)
 
 
