@@ -91,13 +91,6 @@ def test_memory_is_compared_by_itself_and_nothing_to_compare_is_a_failure():
     ]
 
 
-def test_an_arm_that_computes_something_else_judges_nothing():
-    old, new = result(usual(limit=3.5)), result(usual(4.0, limit=3.0))
-    assert any("limit" in said for said in worse(old, new))
-    new["results"][0]["arms"]["limit"]["check"] = {"close": False}
-    assert not any("limit" in said for said in worse(old, new))
-
-
 def test_slower_than_the_baseline_of_the_same_run():
     found = usual(4.0, peak_reserved_bytes=100) | {
         "cgpass@baseline": arm(3.9, peak_reserved_bytes=90)
@@ -116,15 +109,12 @@ def test_slower_than_the_baseline_of_the_same_run():
     [
         ({"error": "RuntimeError:\nno | replay"}, "failed: RuntimeError: no / replay"),
         (arm(4.0, check={"equal": False}), "results differ"),
-        (
-            arm(4.0, check={"equal": False, "error": "no answer in time"}),
-            "failed: no answer in time",
-        ),
         ({"losses": [1.0]}, "no figures"),
     ],
 )
 def test_what_makes_a_result_none(entry, message):
-    (said,) = compare.problems(result(usual() | {"cgpass:rng=paired": entry}))
+    theirs = {"limit": {"error": "RuntimeError: synchronises"}}
+    (said,) = compare.problems(result(usual() | theirs | {"cgpass:rng=paired": entry}))
     assert said == f"GPT-2, train, cgpass:rng=paired: {message}"
 
 

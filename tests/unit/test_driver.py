@@ -322,26 +322,6 @@ def test_a_graph_that_draws_nothing_asks_no_generator(cuda, monkeypatch):
     assert log == ["replay"]
 
 
-@pytest.mark.gpu
-def test_a_capture_on_the_device():
-    driver = CUDADriver(DEVICE)
-    x = torch.ones(3, device=DEVICE)
-    graph, (out,) = driver.record(lambda args: [args[0] * 2], [x], opaque=False)
-    x.fill_(4)
-    graph.replay()
-    assert out.tolist() == [8] * 3
-    with pytest.raises(RuntimeError):
-        driver.record(lambda args: [args[0] * args[0].sum().item()], [x], opaque=False)
-    graph, (out,) = driver.record(
-        lambda args: [args[0] + torch.rand_like(args[0])], [x], opaque=False
-    )
-    graph.replay()
-    first = out.clone()
-    graph.replay()
-    assert not torch.equal(first, out)
-    assert not driver.is_capturing()
-
-
 # ---- pools
 
 

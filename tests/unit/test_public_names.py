@@ -59,10 +59,6 @@ def test_completion_offers_public_names_alone():
     assert sorted(dir(cgpass)) == sorted([*cgpass.__all__, "__version__"])
 
 
-def test_the_version_is_the_packages():
-    assert cgpass.__version__ == PROJECT["version"]
-
-
 def test_import_is_light():
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -71,7 +67,8 @@ def test_import_is_light():
     assert done.returncode == 0, done.stderr
 
 
-def test_the_entry_point_is_the_backend():
+def test_the_package_declares_version_and_backend():
+    assert cgpass.__version__ == PROJECT["version"]
     module, _, name = PROJECT["entry-points"]["torch_dynamo_backends"]["cgpass"].partition(":")
     assert getattr(importlib.import_module(module), name) is cgpass.cgpass
 

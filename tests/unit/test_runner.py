@@ -4,7 +4,6 @@ import concurrent.futures
 import logging
 import threading
 
-import numpy as np
 import pytest
 import torch
 
@@ -41,28 +40,6 @@ def test_raise_tries_once():
         messages.append(str(error.value))
     assert len(set(messages)) == 1
     assert len(tries) == 2, "a warm-up and a capture"
-
-
-@pytest.mark.parametrize("on_skip", ["warn", "silent"])
-def test_the_users_own_error_passes_and_the_next_call_works(caplog, on_skip):
-    fail = []
-
-    def fn(x):
-        if fail:
-            raise ValueError("user's")
-        return [x * 2]
-
-    run = runner(fn, COPIED, on_skip=on_skip)
-    call(run, X)
-    fail.append(True)
-    with pytest.raises(ValueError, match=r"^user's$"):
-        call(run, X)
-    assert run._fallback.failure is None
-    fail.clear()
-    for _ in range(2):
-        assert call(run, X) == [[2, 2]]
-    assert counts(run) == (1, 1, 2, 0)
-    assert warnings(caplog) == []
 
 
 def test_a_thread_that_records_what_it_never_ran_is_prepared_first():
@@ -121,23 +98,6 @@ def test_what_fails_in_thread_after_thread_is_not_tried_forever(caplog):
     for _ in range(6):
         assert in_another_thread(call, run, X) == [[2.0, 2.0]]
     assert counts(run) == (2, 0, 0, 5)
-
-
-def test_what_reads_a_plain_calls_outputs_runs_without_a_graph_too():
-    owner = Owner(SimulatedDriver())
-    forward = runner(lambda x, w: (x * w,), COPIED, STATIC, owner=owner)
-    backward = runner(lambda y: (y + 1,), POOLED, owner=owner)
-
-    def step(w):
-        outputs, _ = forward.run([X, w])
-        return call(backward, *outputs)
-
-    first, second = torch.ones(2), torch.full((2,), 2.0)
-    for w in (first, first, first, second, second):
-        assert step(w) == [(w + 1).tolist()]
-    assert counts(forward) == (2, 2, 3, 0)
-    assert counts(backward)[::3] == (1, 1)
-    assert counts(backward)[2] == 3
 
 
 # ---- Note [What a call does]: what was called before, and the row that the next call is
@@ -287,17 +247,6 @@ def test_what_a_call_does(row, situation, before, after):
     assert (counts(run), run.stats.rescues - rescues) == (after, row == "4")
     assert (recording is None) is (row[0] in "16" or row == "3b")
     del kept
-
-
-def test_what_takes_a_dead_tensors_place_is_copied_and_no_recording_is_lost():
-    memory = np.ones(2, np.float32)
-    run = scaled()
-    for n in (1, 2) * 10:
-        w = torch.from_numpy(memory)
-        assert call(run, X, w, n) == [[n, n]]
-        del w
-    assert counts(run) == (3, 2, 17, 0)
-    assert run.table.all() == run.owner._slots[0].recordings
 
 
 def test_a_recording_that_went_while_another_one_was_moved_is_left_alone():
