@@ -8,85 +8,35 @@ import torch
 from cgpass.runtime.executor import Executor, Plan, Step
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
-from tests.unit.runners import COPIED, POOLED, counts, runner
+from tests.unit.runners import COPIED, counts, runner
 
 X = torch.ones(2)
 
 
 def test_values_are_dropped_at_their_last_use():
-    alive = {}
+    alive = []
 
-    def first(x):
-        made = x + 1
-        alive["first"] = weakref.ref(made)
+    def adds_one(args):
+        made = args.pop() + 1
+        assert all(each() is None for each in alive), "this was their last reader"
+        alive.append(weakref.ref(made))
         return [made]
 
-    def second(a):
-        made = a * 2
-        alive["second"] = weakref.ref(made)
-        return [made]
-
-    def third(b):
-        assert alive["first"]() is None, "the second step was its last reader"
-        assert alive["second"]() is not None
-        return [b + 1]
-
-    def boxed(fn):
-        def run(args):
-            (value,) = args
-            args.clear()
-            return fn(value)
-
-        return run
-
-    plan = Plan(
-        1,
-        4,
-        (
-            Step("a", boxed(first), (0,), (1,), drops=(0,)),
-            Step("b", boxed(second), (1,), (2,), drops=(1,)),
-            Step("c", boxed(third), (2,), (3,), drops=(2,)),
-        ),
-        (3,),
-    )
-    assert Executor(plan, None)([X])[0].tolist() == [5, 5]
-
-
-def recorded(visible, second_reads=False, **settings):
-    """A recorded step with two outputs, and one that reads the first of them."""
-    owner = Owner(SimulatedDriver())
-    first = runner(lambda x: [x * 2, x * 3], COPIED, owner=owner, **settings)
-    steps = [Step("captured_0", first, (0,), (1, 2), drops=(0,))]
-    if second_reads:
-        second = runner(lambda a: [a + 1], POOLED, owner=owner)
-        steps.append(Step("captured_1", second, (1,), (3,)))
-    plan = Plan(1, 4, tuple(steps), (1, 2), visible=frozenset(visible))
-    return Executor(plan, owner), first
+    steps = [Step(str(n), adds_one, (n,), (n + 1,), drops=(n,)) for n in range(3)]
+    assert Executor(Plan(1, 4, tuple(steps), (3,)), None)([X])[0].tolist() == [4, 4]
 
 
 @pytest.mark.parametrize(
     ("visible", "second_reads", "read"),
-    [
-        ((0, 1), False, set()),
-        ((0, 1), True, {0}),
-        ((1,), False, {0}),
-    ],
+    [((0, 1), False, set()), ((0, 1), True, {0}), ((1,), False, {0})],
 )
 def test_a_runner_is_told_who_gets_its_outputs(visible, second_reads, read):
-    _, first = recorded(visible, second_reads)
-    assert first.visible == set(visible)
-    assert first.read == read
-
-
-def test_an_output_that_another_step_reads_is_read_from_the_pool_though_it_is_copied_out():
-    executor, _ = recorded((0, 1), second_reads=True, outputs="owned")
-    for value in range(5):
-        a, b = executor([X * value])
-        assert (a.tolist(), b.tolist()) == ([2.0 * value] * 2, [3.0 * value] * 2)
-        assert not value or not executor.owner.is_pool_storage(a)
-    second = executor.plan.steps[1].run
-    assert counts(second) == (1, 1, 4, 0)
-    assert second.stats.copied_bytes == 0
+    first = runner(lambda x: [x * 2, x * 3], COPIED)
+    steps = [Step("captured_0", first, (0,), (1, 2), drops=(0,))]
+    if second_reads:
+        steps.append(Step("captured_1", lambda args: args, (1,), (3,)))
+    Executor(Plan(1, 4, tuple(steps), (1, 2), visible=frozenset(visible)), first.owner)
+    assert (first.visible, first.read) == (set(visible), read)
 
 
 class Noting:

@@ -163,8 +163,6 @@ def check_copies(sources, device="cpu"):
 
 def test_copies_own_their_memory():
     check_copies(tensors(5))
-    memory = array("f", [1, 2, 3])
-    check_copies([torch.frombuffer(memory, dtype=torch.float32)])
     assert fast.copy_out([], ()) == 0
 
 
@@ -201,12 +199,6 @@ def test_copies_on_cuda():
     assert torch.cuda.memory_allocated(device) > before
     del found
     assert torch.cuda.memory_allocated(device) == before
-
-
-@pytest.mark.multigpu(2)
-def test_copies_on_another_device_than_the_current_one():
-    with torch.cuda.device(0):
-        check_copies([torch.ones(3, device="cuda:1")], "cuda:1")
 
 
 def test_swapped_storages_keep_their_holders():

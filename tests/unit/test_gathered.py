@@ -1,7 +1,6 @@
 """What FSDP2 gathers: known before its memory is used, and allocated from a pool of its own."""
 
 import sys
-from unittest import mock
 
 import pytest
 import torch
@@ -67,6 +66,14 @@ def test_memory_is_made_between_begin_and_end(gathers):
     assert gathers[2:] == [("begin", "cpu"), ("end", "cpu")]
 
 
+def test_it_ends_after_an_error_too(gathers):
+    with pytest.raises(RuntimeError):
+        PARAM.alloc_storage(
+            torch.from_numpy(torch.zeros(3).numpy()).expand(5, 3)
+        )  # can't be enlarged
+    assert gathers == [("begin", "cpu"), ("end", "cpu")]
+
+
 def test_where_the_pool_can_not_grow_memory_is_made_outside_of_it(gathers, monkeypatch):
     """The allocator doesn't look for what others have cached as long as it is told of a pool."""
     _, tensor = made()
@@ -79,12 +86,26 @@ def test_where_the_pool_can_not_grow_memory_is_made_outside_of_it(gathers, monke
             raise torch.OutOfMemoryError("the pool is full")
         alloc(tensor)
 
-    for module in (PARAM, GROUP):
-        monkeypatch.setattr(module, "alloc_storage", full)
+    monkeypatch.setattr(PARAM, "alloc_storage", full)
+    monkeypatch.setattr(GROUP, "alloc_storage", full)
     gathered.give_gathered_a_pool()
     PARAM.alloc_storage(tensor)
     assert tensor.untyped_storage().nbytes() == 32
     assert tries == [3, 4]  # behind a "begin", then behind its "end"
+
+
+def test_what_died_is_forgotten():
+    param, tensor = made()
+    assert list(gathered._gathered) == [tensor.untyped_storage()]
+    param.all_gather_outputs.clear()
+    del tensor
+    assert not list(gathered._gathered)
+
+
+def test_nothing_is_patched_without_fsdp(monkeypatch):
+    monkeypatch.delitem(sys.modules, PARAM.__name__)
+    torch_private.around_gathering(lambda device: None, lambda storage: None)
+    assert not list(gathered._gathered)
 
 
 class Pool:
@@ -112,29 +133,43 @@ def test_a_device_is_told_of_the_pool_once_at_a_time(told):
     end = BEGIN(CUDA)
     assert BEGIN(CUDA) is None  # another thread, or a function that is patched twice
     end()
-    names = ("begin_allocating_to_pool", "end_allocating_to_pool", "release_pool")
-    assert told == [(name, 1) for name in names]
+    assert told == [
+        ("begin_allocating_to_pool", 1),
+        ("end_allocating_to_pool", 1),
+        ("release_pool", 1),
+    ]
     BEGIN(CUDA)()
     assert len(told) == 6
 
 
-@pytest.mark.parametrize("why", ["cpu", "capture", "other allocator"])
-def test_there_is_no_pool_on_cpu_in_captures_or_for_other_allocators(told, monkeypatch, why):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: why == "capture")
-    monkeypatch.setattr(gathered, "_has_pools", lambda: why != "other allocator")
-    assert BEGIN(torch.device("cpu") if why == "cpu" else CUDA) is None
+def test_there_is_no_pool_on_cpu_in_captures_or_for_other_allocators(told, monkeypatch):
+    assert BEGIN(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert BEGIN(CUDA) is None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(gathered, "_has_pools", lambda: False)
+    assert BEGIN(CUDA) is None
     assert told == []
 
 
-def test_where_torch_makes_no_pool_a_warning_says_so_once_and_nothing_is_locked(
+def test_where_torch_refuses_a_pool_there_is_none_and_a_warning_says_so_once(
     told, monkeypatch, caplog
 ):
-    monkeypatch.setattr(gathered, "_pool", mock.Mock(side_effect=RuntimeError("no pool\nmore")))
+    def refuses(device):
+        raise RuntimeError("no pool\nmore")
+
+    monkeypatch.setattr(gathered, "_pool", refuses)
     with caplog.at_level("WARNING", "cgpass"):
         assert [BEGIN(CUDA), BEGIN(CUDA)] == [None, None]
     (record,) = caplog.records
     assert "since torch gives it no memory pool of its own (no pool): layers may" in record.message
-    monkeypatch.setattr(gathered, "_pool", mock.Mock(side_effect=KeyboardInterrupt))
+
+
+def test_what_interrupts_it_leaves_nothing_locked(told, monkeypatch):
+    def stops(device):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gathered, "_pool", stops)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             BEGIN(CUDA)

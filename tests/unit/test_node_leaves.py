@@ -29,7 +29,7 @@ def test_all_but_one_are_added_by_the_node(there):
         assert [grad.data_ptr() for grad in fn.grads()] == fn.made, "nobody holds them: no copy"
 
 
-@pytest.mark.parametrize("sharing", [range(9), (7, 8), (0, 3)])
+@pytest.mark.parametrize("sharing", [range(9), (7, 8)])
 @pytest.mark.parametrize("as_views", [False, True])
 def test_leaves_that_have_one_gradient_get_theirs_in_autograds_order(sharing, as_views):
     gradients = [randn(n) * 10.0 ** (n - 4) for n in range(9)]
@@ -212,23 +212,15 @@ def test_a_hook_that_looks_at_what_is_gone(call):
         assert torch.equal(leaf.grad, fn.gradients[2])
 
 
-@pytest.mark.parametrize("where", ["addition", "elsewhere"])
-def test_a_backward_that_fails_leaves_the_edges_in_place(where):
+def test_a_backward_that_fails_leaves_the_edges_in_place():
     fn = Function()
     out = fn()
-
-    def fails(gradient):
-        raise ValueError("not this time")
-
-    if where == "addition":
-        fn.leaves[2].grad = torch.zeros(1).expand(3)
-    else:
-        fn.behind.register_hook(fails)
-    with pytest.raises((RuntimeError, ValueError), match=r"single memory location|not this time"):
+    fn.leaves[2].grad = torch.zeros(1).expand(3)
+    with pytest.raises(RuntimeError, match="single memory location"):
         out.sum().backward()
     assert all(end is not None for end, _ in fn.fn.next_functions)
     assert torch.equal(fn.leaves[1].grad, fn.gradients[1])
-    assert (fn.leaves[3].grad is None) is (where == "addition")
+    assert fn.leaves[3].grad is None
 
 
 # ---- threads

@@ -31,23 +31,6 @@ def recorded(run):
     return run.table.all()[-1]
 
 
-@pytest.mark.parametrize("limit", [1, 5])
-def test_there_is_an_end_to_slots(limit, caplog):
-    owner = Owner(SimulatedDriver(), max_pending_calls=limit)
-    run, count = partition(owner=owner, visible=(), read=(0,)), 2 * limit + 4
-    held = [run.run([X * value])[0] for value in range(count)]
-    assert [t.tolist() for (t,) in held] == [[2.0 * v] * 2 for v in range(count)]
-    assert {r.slot for r in run.table.all()} == set(range(limit))
-    assert run.stats.plain_calls == count - 1 - run.stats.recordings > 0
-    (message,) = [r.getMessage() for r in caplog.records if "still referenced" in r.getMessage()]
-    assert message == (
-        f"forward captured_0: results of {limit} earlier calls are still referenced (outputs with their graph, forwards whose "
-        "backward did not come yet, or gradients), so calls run without a graph until some are dropped. Call it under "
-        "torch.no_grad() if no backward is meant, detach outputs and clone gradients that are kept, or raise the limit: "
-        f'options={{"max_pending_calls": {2 * limit}}}.'
-    )
-
-
 def test_a_recording_knows_what_it_may_lie_on():
     owner = Owner(SimulatedDriver())
     first, second = partition(owner=owner), partition(lambda x: [x * 5], owner=owner)
@@ -157,20 +140,6 @@ def test_an_input_that_a_rescue_moved_is_written_where_it_lies_now():
     assert other.stats.rescues == 1
 
 
-def test_where_outputs_lie_is_known_while_their_recording_lives():
-    owner = Owner(SimulatedDriver())
-    first, second = partition(owner=owner), partition(lambda x: [x * 5], owner=owner)
-    recorded(first)
-    recorded(second)
-    (held,), _ = second.run([X])
-    assert owner.is_pool_storage(held)
-    first.close()
-    assert owner.is_pool_storage(held), "the second one lies there too"
-    second.close()
-    assert not owner._pool_addresses
-    assert held.tolist() == [5, 5]
-
-
 @pytest.mark.parametrize("held", [True, False])
 def test_recordings_go_before_a_larger_one_unless_a_backward_reads_what_is_held(held):
     owner = Owner(SimulatedDriver())
@@ -215,13 +184,6 @@ def test_an_owner_that_is_collected_during_a_trace_frees_its_memory_for_real(tra
     assert held.tolist() == [4, 4]
     assert type(held) is torch.Tensor
     assert (len(others), ignored) == (64, [])
-
-
-def test_storages_of_what_has_memory_are_noted():
-    owner, tensor = Owner(SimulatedDriver()), torch.ones(4)
-    for _ in range(2):
-        owner.note_plain_results([None, 3, tensor, tensor[1:], torch.ones(4).to_sparse()])
-        assert list(owner._plain_results) == [tensor.untyped_storage()]
 
 
 def test_storages_that_died_are_not_told_of():

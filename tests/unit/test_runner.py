@@ -7,7 +7,6 @@ import threading
 import pytest
 import torch
 
-from cgpass.errors import CaptureError
 from cgpass.runtime.capturing import is_any_capture_running as is_recording
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
@@ -22,24 +21,6 @@ def warnings(caplog):
 
 def sync(x):
     return [x * x.sum().item()]
-
-
-def test_raise_tries_once():
-    tries = []
-
-    def fn(x):
-        tries.append(x)
-        return sync(x)
-
-    run = runner(fn, COPIED, on_skip="raise")
-    call(run, X)
-    messages = []
-    for _ in range(3):
-        with pytest.raises(CaptureError) as error:
-            call(run, X)
-        messages.append(str(error.value))
-    assert len(set(messages)) == 1
-    assert len(tries) == 2, "a warm-up and a capture"
 
 
 def test_a_thread_that_records_what_it_never_ran_is_prepared_first():
