@@ -13,15 +13,6 @@ def kinds(gm, **kwargs):
     return [info.kind for info in input_infos(gm, **kwargs)]
 
 
-def test_tensors_are_static_pooled_or_copied():
-    gm = fake_cuda_graph(lambda a, b, c: a + b + c, (3,), (3,), (3,))
-    assert kinds(gm, static={0}, pooled={"b_1"}) == [
-        InputKind.STATIC,
-        InputKind.POOLED,
-        InputKind.COPIED,
-    ]
-
-
 def test_other_values_go_by_their_type():
     gm = fake_cuda_graph(lambda a, b, c, d: a + b + c, dynamic(3), (1,), (1,), (1,))
     node_named(gm, "b_1").meta["val"] = node_named(gm, "a_1").meta["val"].shape[0]

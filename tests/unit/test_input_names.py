@@ -73,19 +73,6 @@ def test_inputs_of_a_module_are_named_by_its_parameters_and_its_forward():
     }
 
 
-TABLE = torch.ones(4)
-
-
-def test_globals_closures_and_modules_given_as_arguments_keep_their_names():
-    w = torch.ones(4)
-
-    def step(model, x):
-        return model(x) * w + TABLE
-
-    model = nn.Sequential(nn.Linear(4, 4, bias=False))
-    assert names_of(step, model, torch.ones(2, 4)) == {"model.0.weight", "x", "w", "TABLE"}
-
-
 def test_gradients_that_a_compiled_optimizer_reads_are_found_in_its_groups():
     w = nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([w], lr=0.1)

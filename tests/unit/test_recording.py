@@ -9,7 +9,6 @@ from cgpass.runtime.inputs import (
     as_bits,
     copies_in,
     copy_all,
-    flat_view,
     overlaps_itself,
 )
 from cgpass.runtime.recording import Recording
@@ -46,12 +45,6 @@ def test_a_placeholder_has_the_layout_and_takes_the_value(kind):
     assert torch.equal(found, value)
     assert not value.numel() or found.data_ptr() != value.data_ptr()
     assert overlaps_itself(value) is (kind in ("expanded", "expanded scalar", "windows"))
-
-
-def test_the_flat_view_spans_first_to_last_element():
-    value = torch.arange(20.0).view(4, 5)[1:3, 1:4]
-    assert flat_view(value).tolist() == [6, 7, 8, 9, 10, 11, 12, 13]
-    assert flat_view(torch.empty(0, 3)).tolist() == []
 
 
 def make(fn, *inputs, static=(), mutated=(), **settings):

@@ -7,7 +7,7 @@ from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.errors import InputError
 from cgpass.runtime.inputs import Layout, check_tensor, describe
 from cgpass.runtime.wrapper import _kind
-from tests.unit.runners import COPIED, OPAQUE, POOLED, STATIC, SYMINT, infos
+from tests.unit.runners import COPIED, OPAQUE, STATIC, SYMINT, infos
 
 CPU = torch.device("cpu")
 X = torch.zeros(2, 3)
@@ -15,14 +15,6 @@ X = torch.zeros(2, 3)
 
 def layout(*kinds, check_static=True, check_layout=False):
     return Layout(infos(*kinds), check_static=check_static, check_layout=check_layout)
-
-
-def test_inputs_sorted_by_kind():
-    found = layout(COPIED, STATIC, POOLED, SYMINT, COPIED, OPAQUE, InputKind.GENERATOR)
-    assert found.copied == (0, 4)
-    assert found.parameters == (1,)
-    assert found.pooled == (2,)
-    assert found.static == (1, 2)
 
 
 @pytest.mark.parametrize(

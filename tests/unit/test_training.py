@@ -201,20 +201,6 @@ def test_a_penalty_is_refused_whatever_is_wanted(made, how, of):
             how(out.mean() + gradient.square().sum(), inputs=wanted)
 
 
-@pytest.mark.parametrize("kind", ["hvp", "jvp", "hessian"])
-def test_second_derivatives_by_functional_are_refused(made, kind):
-    if kind == "hessian" and not made.is_node and torch.__version__ < "2.14":
-        pytest.skip("zeros, as of AOTAutograd's function")
-    x = randn(4)
-    fn = made(lambda x: x * x, x)  # what it saves leads AOTAutograd's function to its input
-    vector = () if kind == "hessian" else (torch.ones(4),)
-    for _ in range(2):
-        with pytest.raises(DoubleBackwardError):
-            getattr(torch.autograd.functional, kind)(
-                fn if kind == "jvp" else lambda x: fn(x).sum(), x, *vector
-            )
-
-
 def test_what_refuses_it_is_not_compiled_itself():
     """A compiled step that calls the backward has Dynamo look at all that runs in it."""
     linear, x = torch.nn.Linear(4, 1), torch.randn(3, 4)
