@@ -9,7 +9,7 @@ from cgpass.errors import CaptureError
 from cgpass.runtime.capturing import is_any_capture_running
 from cgpass.runtime.failures import Outcome
 from cgpass.runtime.simulated import SimulatedDriver
-from tests.unit.runners import COPIED, SYMINT, call, counts, runner
+from tests.unit.runners import COPIED, call, counts, runner
 
 aten = torch.ops.aten
 
@@ -105,33 +105,6 @@ def test_a_runner_passes_on_what_is_raised(error):
     with pytest.raises(type(error)):
         call(run, torch.ones(3))
     assert run._fallback.failure is None
-
-
-def test_without_memory_a_call_is_recorded_once_more_and_then_again_after_a_reset(caplog):
-    """Other calls than those of this key go on being recorded."""
-    due = [1, 1]
-
-    def fn(x):
-        if due and is_any_capture_running():
-            due.pop()
-            raise torch.OutOfMemoryError("there was no memory")
-        return [x * 2]
-
-    run = runner(lambda x, n: fn(x), COPIED, SYMINT)
-    for n in (3, 3, 3, 4, 4, 4):
-        assert call(run, torch.ones(3), n) == [[2.0] * 3]
-    assert due == []
-    assert counts(run) == (2, 1, 2, 2)
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "forward captured_0: there is no memory to record calls like this one, which run without a graph from now on: "
-        "OutOfMemoryError: there was no memory. Free memory, or keep fewer recordings (max_recordings); after "
-        "cgpass.reset() the next calls try again."
-    )
-    run.owner.release()
-    for _ in range(3):
-        assert call(run, torch.ones(3), 3) == [[2.0] * 3]
-    assert counts(run) == (3, 2, 4, 2)
 
 
 def test_reset_has_a_failed_capture_tried_again():

@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from expecttest import assert_expected_inline
 
-import cgpass
 from cgpass import torch_private
 from cgpass.compile.facts.partition_tag import get_tag
 from cgpass.compile.facts.text import graph_text
@@ -107,26 +105,3 @@ def test_simulated_recordings_communicate_with_nobody_and_refuse_what_they_do_no
         graph, (out,) = driver.record(waits, [x], opaque=opaque)  # nobody is there to reduce with
         assert out.shape == x.shape
         graph.reset()
-
-
-@pytest.fixture
-def alone():
-    """A group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD.group_name
-    dist.destroy_process_group()
-
-
-def test_collectives_in_place_are_so_in_replays(alone):
-    def fn(x):
-        y = x * 2
-        same = collectives.wait_tensor(collectives.all_reduce_(y, "sum", alone))
-        return y + 1, same.sin()
-
-    wrapper = cgpass.CUDAGraphWrapper(fn, options={"driver": "simulated"})
-    for _ in range(4):
-        x = torch.randn(8)
-        found = wrapper(x)
-        assert torch.equal(found[0], x * 2 + 1)
-        assert torch.equal(found[1], (x * 2).sin())
-    assert wrapper.stats.replays >= 2

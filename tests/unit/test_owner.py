@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_m
 import cgpass
 from cgpass.runtime.owner import Owner, StorageSet
 from cgpass.runtime.simulated import SimulatedDriver
-from tests.unit.runners import COPIED, STATIC, call, counts, runner
+from tests.unit.runners import COPIED, call, counts, runner
 
 X = torch.ones(2)
 
@@ -124,20 +124,6 @@ def test_gradients_that_another_partition_overwrites_have_time_to_be_dropped(own
     call(backward if own else forward, X)
     assert (len(held), backward.stats.rescues) == ((1, 1) if own else (0, 0))
     assert [r.slot for r in backward.table.all()] == [0]
-
-
-def test_an_input_that_a_rescue_moved_is_written_where_it_lies_now():
-    owner = Owner(SimulatedDriver())
-    first, other = partition(owner=owner), partition(lambda x: [x * 5], owner=owner)
-    writer = runner(lambda w: [w.add_(1)[:1] * 2], STATIC, mutated=(0,), owner=owner)
-    recorded(first)
-    for _ in range(2):
-        assert call(writer, first.run([X])[0][0]) == [[6]]
-    assert recorded(other).memory.addresses() == first.table.all()[0].memory.addresses()
-    (held,), _ = other.run([X])
-    assert call(writer, held) == [[12]]
-    assert held.tolist() == [6, 6]
-    assert other.stats.rescues == 1
 
 
 @pytest.mark.parametrize("held", [True, False])
