@@ -133,6 +133,19 @@ def test_deterministic_algorithms_asked_for_late(made):
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_compiled_autograd_for_a_backward_alone(made):
+    x = randn(4)
+    fn = made(torch.sin, x)
+    out = fn(x)
+    with torch._dynamo.compiled_autograd._enable(lambda gm: gm):
+        if made.is_node:
+            with pytest.raises(RuntimeError, match="before the function is compiled"):
+                out.sum().backward()
+        fn(x).sum().backward()
+    assert torch.equal(x.grad, x.cos())
+
+
 def test_tensors_that_are_taken_apart_go_aotautograds_way(made):
     fn = made(lambda x, y: (x * y).sin(), randn(4), torch.ones(4))
     w = TwoTensor(torch.ones(4), torch.full((4,), 2.0)).requires_grad_()
