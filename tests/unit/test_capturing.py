@@ -44,6 +44,13 @@ def test_another_threads_capture_counts():
     assert done == [1]
 
 
+def test_what_is_destroyed_may_destroy_more():
+    done = []
+    with Capture():
+        when_no_capture_runs(lambda: when_no_capture_runs(lambda: done.append(1)))
+    assert done == [1]
+
+
 def test_stale_streams_follow_captures_as_long_as_one_runs(monkeypatch):
     setting = [False]
 
@@ -87,3 +94,13 @@ def test_no_gc_ends_when_the_last_thread_leaves():
         seen.append(gc.isenabled())
     assert seen == [False]
     assert gc.isenabled()
+
+
+def test_no_gc_leaves_it_off_where_it_was_off():
+    gc.disable()
+    try:
+        with Pause():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

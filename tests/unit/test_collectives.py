@@ -155,20 +155,22 @@ class Work:
         self.waited = True
 
 
-@pytest.mark.parametrize(
-    ("func", "args_of", "waits"),
-    [
-        (aten.slice.Tensor, lambda sent, got: (sent, 0, 0, 2), False),
-        (aten.sin.default, lambda sent, got: (sent,), False),
-        (aten.mul_.Tensor, lambda sent, got: (sent, 2), True),
-        (aten.mul_.Tensor, lambda sent, got: (got, 2), False),
-        (torch.ops.c10d.send.default, lambda sent, got: ([sent],), False),
-        (torch.ops.c10d.recv_.default, lambda sent, got: ([got],), False),
-        (torch.ops.c10d.recv_.default, lambda sent, got: ([sent],), True),
-        (sorted, lambda sent, got: (got,), True),  # unknown code
-    ],
-)
-def test_a_send_is_waited_for_before_its_tensor_is_written(func, args_of, waits):
+AFTER_A_SEND = {
+    "memory is made": (aten.empty.memory_format, lambda sent, got: ([4],), False),
+    "a view": (aten.slice.Tensor, lambda sent, got: (sent, 0, 0, 2), False),
+    "read": (aten.sin.default, lambda sent, got: (sent,), False),
+    "written": (aten.mul_.Tensor, lambda sent, got: (sent, 2), True),
+    "something else is written": (aten.mul_.Tensor, lambda sent, got: (got, 2), False),
+    "sent again": (torch.ops.c10d.send.default, lambda sent, got: ([sent],), False),
+    "received elsewhere": (torch.ops.c10d.recv_.default, lambda sent, got: ([got],), False),
+    "received there": (torch.ops.c10d.recv_.default, lambda sent, got: ([sent],), True),
+    "unknown code": (lambda x: x, lambda sent, got: (got,), True),
+}
+
+
+@pytest.mark.parametrize("name", AFTER_A_SEND)
+def test_a_send_is_waited_for_before_its_tensor_is_written(name):
+    func, args_of, waits = AFTER_A_SEND[name]
     sent, got, work, under_way = torch.ones(4), torch.ones(4), Work(), UnderWay()
     under_way.note(torch.ops.c10d.send.default, ([sent],), work)
     under_way.wait_before(func, args_of(sent, got), {}, torch.ones(4))

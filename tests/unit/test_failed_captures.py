@@ -104,7 +104,7 @@ def test_a_runner_passes_on_what_is_raised(error):
     call(run, torch.ones(3))
     with pytest.raises(type(error)):
         call(run, torch.ones(3))
-    assert run._fallback.failure is None
+    assert run.failure is None
 
 
 def test_reset_has_a_failed_capture_tried_again():
@@ -135,12 +135,13 @@ def test_an_error_that_comes_again_without_a_graph_is_the_users():
             raise ValueError(due[0])
         return [x * 2]
 
-    run = runner(fn, COPIED, on_failure=Blaming(Outcome(why="why")))
+    asked = Blaming(Outcome(why="why"))
+    run = runner(fn, COPIED, on_failure=asked)
     call(run, torch.ones(2))
     due.append("always")
     with pytest.raises(ValueError, match="always"):
         call(run, torch.ones(2))
-    assert run._fallback.on_failure.calls[1:] == ["forget"]
+    assert asked.calls[1:] == ["forget"]
     due[0] = "in captures"
     assert [call(run, torch.ones(2)) for _ in range(2)] == [[[2.0, 2.0]]] * 2
     assert (counts(run), run.failure) == ((1, 0, 0, 2), "why")

@@ -102,7 +102,7 @@ def test_a_failed_capture_returns_what_is_alive(fn, taken_back):
         outputs, recording = second.run(made)
         assert recording is None
         assert [t.tolist() for t in outputs] == wanted
-    assert second._fallback.failure is not None
+    assert second.failure is not None
     (made,) = first.table.all()
     assert made.memory.released() == (() if taken_back else (0,))
     found = first.owner.block_at(0, made.memory.addresses()[0])
