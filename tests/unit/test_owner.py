@@ -9,7 +9,6 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 
-import cgpass
 from cgpass.runtime.owner import Owner, StorageSet
 from cgpass.runtime.simulated import SimulatedDriver
 from tests.unit.runners import COPIED, call, counts, runner
@@ -182,39 +181,3 @@ def test_storages_that_died_are_not_told_of():
         found.add(torch.ones(4).untyped_storage())
     assert len(found._refs) < 4 * 63
     assert all(storage in found for storage in kept)
-
-
-@torch.library.custom_op("shared::apart", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def apart(x: torch.Tensor) -> torch.Tensor:
-    return x + 1
-
-
-apart.register_fake(torch.empty_like)
-
-
-def fn(x):
-    """Five captured partitions that read what operators between them made."""
-    for _ in range(4):
-        x = apart((x * 2).sin().cos())
-        y = apart((x + 1).tanh())
-        x = (x * y).exp().tanh()
-    return x
-
-
-def test_memory_of_one_partition_for_all(monkeypatch):
-    made = []
-    add = Owner.add_recording
-    monkeypatch.setattr(Owner, "add_recording", lambda self, r: made.append(r) or add(self, r))
-    options = {"driver": "simulated", "compiler": "eager", "min_partition_ops": 1}
-    compiled = torch.compile(fn, backend=cgpass.cgpass, options=options)
-    held = []
-    with torch.no_grad():
-        for _ in range(4):
-            x = torch.randn(64)
-            held.append((compiled(x), fn(x)))
-    assert all(torch.equal(a, b) for a, b in held)
-    copying = [r for r in made if len(r.copied_inputs) == 2]
-    assert len(copying) >= 4
-    places = {p.target.data_ptr() for r in copying for p in r._placeholders.values()}
-    assert len(places) == 2
-    torch.compiler.reset()

@@ -8,9 +8,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import cgpass
+from cgpass import torch_private
 from cgpass.compile.facts.rng_pairs import PAIR
 from cgpass.compile.passes.split_joint import split_joint
-from tests.graphs import calls, joint_graph
+from tests.graphs import CUDA, calls, joint_graph
 
 aten = torch.ops.aten
 
@@ -28,6 +29,19 @@ def dropout_twice(x):
     for _ in range(2):
         x = checkpoint(lambda x: F.dropout(x.sin(), 0.5).cos(), x, use_reentrant=False)
     return x
+
+
+@pytest.mark.parametrize("compiler", ["inductor", "eager"])
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_what_is_not_recomputed_leaves_pairs_alone(compiler, device):
+    def fn(x):
+        steps = torch.randint(0, 1000, (4,), device=device)
+        return dropout_twice(x + steps.to(x.device))
+
+    forward, backward = split(fn, compiler)
+    assert pairs(forward) == pairs(backward) == [0, 1]
+    assert len(calls(forward, aten.randint.low)) == 1
+    assert calls(backward, aten.randint.low) == []
 
 
 def noise_of_the_cpu(x):
@@ -87,3 +101,13 @@ def test_masks_under_a_memory_budget_are_the_forwards(setting, compiler):
             out = call(x)
             out.sum().backward()
             assert torch.equal(out != 0, x.grad != 0)
+
+
+@pytest.mark.parametrize(
+    "meta", [{"memory_budget": 0.3}, {"custom": {"_region_activation_memory_budget": 0.3}}]
+)
+def test_a_regions_budget_is_seen(meta):
+    gm = joint_graph(lambda x: x.sin(), (4,)).gm
+    assert not torch_private.recomputes_unmarked(gm)
+    gm.graph.output_node().meta.update(meta)
+    assert torch_private.recomputes_unmarked(gm)

@@ -243,20 +243,43 @@ def test_a_recording_that_went_while_another_one_was_moved_is_left_alone():
     assert [t.tolist() for t in held] == [[3, 3], [3, 3], [4, 4], [4, 4]]
 
 
-def test_saved_tensors_that_are_too_large_to_be_copied_call_after_call_are_named_once(caplog):
-    run, w = runner(lambda s, w: [s * w], POOLED, STATIC, max_copied_mib=0), X.clone()
-    for _ in range(5):
-        run.run([X.clone(), w])
-    assert warnings(caplog) == [
+def test_what_is_too_large_to_be_copied_call_after_call_is_named_once(caplog):
+    def warned(run, calls):
+        caplog.clear()
+        for args in calls:
+            run.run(list(args))
+        return warnings(caplog)
+
+    limit = "(max_copied_mib=0): such calls run without a graph."
+    w, moving = X.clone(), X.clone()
+    saved = runner(lambda s, w: [s * w], POOLED, STATIC, max_copied_mib=0)
+    assert warned(saved, [(X.clone(), w) for _ in range(5)]) == [
         (
             "forward captured_0: x0 (float32[2], read at model.py:0 in forward: code) lie at a new place in every call, and "
-            "are too large to be copied (max_copied_mib=0): such calls run without a graph. Leave saved tensors where they "
-            "lie (hooks and offloading move them), or raise max_copied_mib."
+            f"are too large to be copied {limit} Leave saved tensors where they lie (hooks and offloading move them), or "
+            "raise max_copied_mib."
+        )
+    ]
+    kept = [moving.data]
+
+    def moved():
+        for _ in range(5):
+            moving.data = X.clone()
+            kept.append(moving.data)
+            yield X, moving
+
+    static = runner(lambda x, w: [x * w], COPIED, STATIC, max_copied_mib=0)
+    static.run([X, moving])
+    assert warned(static, moved()) == [
+        (
+            "forward captured_0: x1 (float32[2], read at model.py:1 in forward: code) lie at a new place in every call, and "
+            f"are too large to be copied {limit} Write new values into parameters and buffers (copy_, load_state_dict "
+            "without assign=True) instead of replacing them."
         )
     ]
 
 
-@pytest.mark.parametrize("moves", [{10: 1, 20: 2}, {10: 1, 11: 2}])
+@pytest.mark.parametrize("moves", [{10: 1, 20: 2}, {10: 1, 11: 2}, {10: 1, 11: 0, 20: 2}])
 def test_what_moves_now_and_then_is_not_said_to_move_in_every_call(moves, caplog):
     run = runner(lambda x, w: [x * w], COPIED, STATIC, max_copied_mib=0)
     places = [X.clone() for _ in range(3)]
