@@ -4,6 +4,7 @@ import concurrent.futures
 import logging
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -228,6 +229,17 @@ def test_what_a_call_does(row, situation, before, after):
     assert (counts(run), run.stats.rescues - rescues) == (after, row == "4")
     assert (recording is None) is (row[0] in "16" or row == "3b")
     del kept
+
+
+def test_what_takes_a_dead_tensors_place_is_copied_and_no_recording_is_lost():
+    memory = np.ones(2, np.float32)
+    run = scaled()
+    for n in (1, 2) * 10:
+        w = torch.from_numpy(memory)
+        assert call(run, X, w, n) == [[n, n]]
+        del w
+    assert counts(run) == (3, 2, 17, 0)
+    assert run.table.all() == run.owner._slots[0].recordings
 
 
 def test_a_recording_that_went_while_another_one_was_moved_is_left_alone():

@@ -17,6 +17,14 @@ def layout(*kinds, check_static=True, check_layout=False):
     return Layout(infos(*kinds), check_static=check_static, check_layout=check_layout)
 
 
+def test_integers_and_identities_make_the_shape_key():
+    found = layout(SYMINT, OPAQUE, COPIED)
+    a, b = [], []
+    assert found.shape_key([3, a, X]) == found.shape_key([3, a, torch.ones(5)])
+    assert found.shape_key([3, a, X]) != found.shape_key([4, a, X])
+    assert found.shape_key([3, a, X]) != found.shape_key([3, b, X])
+
+
 @pytest.mark.parametrize(
     "other",
     [torch.zeros(3, 2), torch.zeros(3, 2).t(), torch.zeros(2, 3, dtype=torch.int32)],
