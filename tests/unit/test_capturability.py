@@ -226,6 +226,11 @@ def test_the_fix_is_that_of_the_operator(fn, inputs, fix):
     assert reasons(fn, *inputs)[0].fix == fix
 
 
+def test_an_operator_without_a_fix_of_its_own_has_that_of_its_code():
+    (reason, *_) = reasons(lambda x: torch.mode(x)[0], (4000,))
+    assert (reason.op, reason.fix) == ("aten.mode.default", op_tables.FIXES["host_sync"])
+
+
 @pytest.mark.parametrize("name", op_tables.OPERATOR_FIXES)
 def test_operators_with_a_fix_of_their_own_are_known_to_torch(name):
     assert hasattr(aten, name)

@@ -41,12 +41,7 @@ def split(fn, *specs):
 
 
 def rewrite(gm, direction):
-    """What the pass returned; run once more it changes nothing."""
-    context = PassContext(torch.device("cpu"), "rng", direction)
-    result = run_passes(rng_passes(), gm, context)
-    before, again = graph_text(gm), run_passes(rng_passes(), gm, context)
-    assert (again.modified, again.notes, graph_text(gm)) == (False, (), before)
-    return result
+    return run_passes(rng_passes(), gm, PassContext(torch.device("cpu"), "rng", direction))
 
 
 def rewritten(fn, *specs):
@@ -92,6 +87,26 @@ return (mul_2,)""",
     assert bw_notes == (RngPairs((CUDA,), positions_at=1),)
 
 
+def attention(dropout_p):
+    return checkpointed(lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=dropout_p))
+
+
+@pytest.mark.parametrize(("dropout_p", "num_pairs"), [(0.3, 1), (0.0, 0)])
+def test_fused_attention_has_a_pair_only_if_it_drops(dropout_p, num_pairs):
+    attend = aten._scaled_dot_product_efficient_attention.default
+
+    def fused(q):
+        return (attend(q, q, q, None, True, dropout_p)[0].sum(),)
+
+    def graph():
+        return fake_cuda_graph(fused, (1, 2, 4, 8))
+
+    forward, backward = graph(), graph()
+    assert pair_random_ops(forward, backward, 1) == num_pairs
+    assert len(calls(forward, attend)) == 1
+    assert sum(PAIR in node.meta for node in forward.graph.nodes) == num_pairs
+
+
 def kinds(x):
     x = x * torch.empty_like(x).bernoulli_(0.5)
     x = x.index_select(0, torch.randperm(4, device=CUDA))
@@ -135,37 +150,46 @@ def policy_saves(x):
 
 @pytest.mark.parametrize(
     "fn",
-    [lambda x: F.dropout(x, 0.5), checkpointed(lambda x: x.sin().cos()), policy_saves],
-    ids=["not recomputed", "not random", "saved by a policy"],
+    [
+        lambda x: F.dropout(x, 0.5),
+        checkpointed(lambda x: x.sin().cos()),
+        attention(0.0),
+        policy_saves,
+    ],
+    ids=["not recomputed", "not random", "attention without dropout", "saved by a policy"],
 )
 def test_left_alone(fn):
-    for gm, direction in zip(split(fn, (4,)), ("forward", "backward"), strict=True):
+    specs = [(1, 2, 4, 8)]
+    for gm, direction in zip(split(fn, *specs), ("forward", "backward"), strict=True):
         before = graph_text(gm)
-        assert not rewrite(gm, direction).modified
+        result = rewrite(gm, direction)
+        assert not result.modified
+        assert result.notes == ()
         assert graph_text(gm) == before
 
 
-def test_what_is_paired():
-    """Attention that drops; no generator of the user's own, which nobody winds back in eager either."""
+def test_a_generator_of_the_users_own_is_no_pair():
+    """Nobody winds it back in eager either."""
 
-    def fn(q, x, on_cpu):
-        dropped, kept = (
-            aten._scaled_dot_product_efficient_attention(q, q, q, None, True, p)[0]
-            for p in (0.3, 0.0)
-        )
-        own = aten.rand.generator([4], generator=None, device=CUDA)
-        return dropped.sum(), kept.sum(), x * own, on_cpu * torch.rand_like(on_cpu)
+    def draws(x):
+        return (x * aten.rand.generator([4], generator=None, device=CUDA),)
 
-    graphs = [fake_cuda_graph(fn, (1, 2, 4, 8), (4,), cpu(3)) for _ in range(2)]
+    graphs = [fake_cuda_graph(draws, (4,)) for _ in range(2)]
     for gm in graphs:
         (node,) = calls(gm, aten.rand.generator)
         node.kwargs = {**node.kwargs, "generator": gm.graph.find_nodes(op="placeholder")[0]}
-    assert pair_random_ops(*graphs, 4) == 2
-    for gm, direction in zip(graphs, ("forward", "backward"), strict=True):
-        paired = [node.args for node in gm.graph.nodes if PAIR in node.meta]
-        assert [args[4:6] for args in paired] == [(True, 0.3), ()]
-        (pairs,) = rewrite(gm, direction).notes
-        assert pairs.devices == (CUDA, torch.device("cpu"))
+    assert pair_random_ops(*graphs, 1) == 0
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_twice_is_once(direction):
+    gm = split(checkpointed(kinds), (4,))[direction == "backward"]
+    assert rewrite(gm, direction).modified
+    before = graph_text(gm)
+    again = rewrite(gm, direction)
+    assert not again.modified
+    assert again.notes == ()
+    assert graph_text(gm) == before
 
 
 def body_of(gm, name):
@@ -220,3 +244,13 @@ def test_an_operator_that_only_one_graph_has_left_keeps_its_pair_in_the_other():
     (fw_pairs,) = rewrite(forward, "forward").notes
     (bw_pairs,) = rewrite(backward, "backward").notes
     assert fw_pairs.devices == bw_pairs.devices == (CUDA,)
+
+
+def test_a_pair_on_the_cpu_beside_one_on_cuda():
+    def both(x, y):
+        return (x * torch.rand_like(x)).sin(), (y * torch.rand_like(y)).sin()
+
+    graphs = [fake_cuda_graph(both, (4,), cpu(3)) for _ in range(2)]
+    assert pair_random_ops(*graphs, 2) == 2
+    notes = [rewrite(gm, d).notes for gm, d in zip(graphs, ("forward", "backward"), strict=True)]
+    assert [pairs.devices for (pairs,) in notes] == [(CUDA, torch.device("cpu"))] * 2

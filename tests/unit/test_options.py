@@ -69,6 +69,13 @@ def test_environment_variables_are_read(monkeypatch, variable, text, expected):
     assert current_defaults() == Options(**expected)
 
 
+def test_set_defaults_goes_before_the_environment(monkeypatch):
+    monkeypatch.setenv("CGPASS_DRIVER", "none")
+    with set_defaults(driver="simulated"):
+        assert current_defaults().driver == "simulated"
+    assert current_defaults().driver == "none"
+
+
 def test_variables_that_are_no_options_are_named_in_one_warning(monkeypatch, caplog):
     options._warn_of.cache_clear()
     monkeypatch.setenv("CGPASS_SIMULATED", "1")

@@ -16,12 +16,7 @@ aten = torch.ops.aten
 
 
 def partition(gm, **settings):
-    """What the pass returned; run once more it changes nothing."""
-    passes = [Partition(**{"min_partition_ops": 1, **settings})]
-    result = run_passes(passes, gm, CONTEXT)
-    text, again = graph_text(gm), run_passes(passes, gm, CONTEXT)
-    assert (again.modified, graph_text(gm), again.notes) == (False, text, result.notes)
-    return result
+    return run_passes([Partition(**{"min_partition_ops": 1, **settings})], gm, CONTEXT)
 
 
 def order(gm):
@@ -64,7 +59,19 @@ return (nonzero, nonzero_1, add)""",
     assert [note.code for note in result.notes] == ["dynamic_shape", "dynamic_shape"]
 
 
-def test_memory_may_allow_a_reordering():
+@pytest.mark.parametrize("unsafe", [(), ("aten::exp",), ("aten::sin.default", "aten::relu")])
+def test_twice_is_once(unsafe):
+    gm = fake_cuda_graph(chain, (4,))
+    first = partition(gm, unsafe_ops=frozenset(unsafe))
+    text = graph_text(gm)
+    second = partition(gm, unsafe_ops=frozenset(unsafe))
+    assert first.modified
+    assert not second.modified
+    assert graph_text(gm) == text
+    assert second.notes == first.notes
+
+
+def test_twice_is_once_where_memory_allowed_a_reordering():
     def values_of_all_sizes(x):
         kept = []
         for size in (100, 96, 8, 4, 4, 2):
@@ -73,9 +80,10 @@ def test_memory_may_allow_a_reordering():
         return kept
 
     gm = fake_cuda_graph(values_of_all_sizes, (1,))
-    before = order(gm)
     partition(gm, max_memory_increase=0.3)
-    assert order(gm) != before
+    text = graph_text(gm)
+    assert not partition(gm, max_memory_increase=0.3).modified
+    assert graph_text(gm) == text
 
 
 def test_other_settings_partition_again():
@@ -115,6 +123,14 @@ def test_views_of_what_is_eager_are_copied_into_no_partition():
     found = {name: str(partition_tag.get_tag(node_named(gm, name))) for name in order(gm)}
     assert found == {name: "eager_0" if name in eager else "captured_1" for name in found}
     assert [note.op for note in result.notes] == ["aten.exp.default"]
+    assert not partition(gm, unsafe_ops=frozenset(["aten::exp"])).modified
+
+
+def test_a_view_that_eager_operators_alone_read_is_no_partition_of_its_own():
+    gm = fake_cuda_graph(lambda x: (x.exp().t().exp(), x.relu()), (4, 4))
+    result = partition(gm, unsafe_ops=frozenset(["aten::exp"]))
+    assert len(tags(gm)) == 2
+    assert [note.op for note in result.notes] == ["aten.exp.default"] * 2
 
 
 def test_a_view_whose_size_comes_later_is_made_later():
@@ -130,6 +146,7 @@ def test_a_view_whose_size_comes_later_is_made_later():
     partition(gm, unsafe_ops=unsafe)
     found = order(gm)
     assert found.index("_local_scalar_dense") < found.index("slice_1")
+    assert not partition(gm, unsafe_ops=unsafe).modified
 
 
 def draw(x):
@@ -206,6 +223,7 @@ def test_a_graph_without_boundaries_is_captured_if_it_does_any_work(fn, found):
     result = partition(gm, min_partition_ops=4)
     assert tags(gm) == [found]
     assert {note.code for note in result.notes} == ({"no_work"} if found == "eager_0" else set())
+    assert not partition(gm, min_partition_ops=4).modified
 
 
 def test_broken_tags_are_refused():

@@ -51,12 +51,13 @@ def few(x, k):
     return torch.sin(x * k) + k
 
 
-def call(fn, numbers, grad=False, **options):
+def call(fn, numbers, **options):
     torch._dynamo.reset()
-    options = {"driver": "none", "compiler": "eager", **options}
-    made = torch.compile(fn, backend=cgpass.cgpass, options=options)
+    made = torch.compile(
+        fn, backend=cgpass.cgpass, options={"driver": "none", "compiler": "eager", **options}
+    )
     with fake_cuda():
-        x = torch.ones(3, device=CUDA).requires_grad_(grad)
+        x = torch.ones(3, device=CUDA)
         return [made(x, number) for number in numbers]
 
 
@@ -91,5 +92,19 @@ def test_a_number_that_is_saved_for_a_backward_is_computed_on_the_host_and_nobod
     def fn(x, k):
         return torch.exp(x * k) * torch.sin(x * k)
 
-    call(fn, (0.1, 0.2), grad=True, min_partition_ops=1, on_skip="raise")
+    torch._dynamo.reset()
+    made = torch.compile(
+        fn,
+        backend=cgpass.cgpass,
+        options={
+            "driver": "none",
+            "compiler": "eager",
+            "min_partition_ops": 1,
+            "on_skip": "raise",
+        },
+    )
+    with fake_cuda():
+        x = torch.ones(3, device=CUDA).requires_grad_()
+        for number in (0.1, 0.2):
+            made(x, number)
     assert plans == [["_to_copy_default", "eager_0", "captured_1"]]
