@@ -14,7 +14,6 @@ from cgpass.report import watch
 from cgpass.report.check import least_share, run_script, verdict
 from cgpass.report.doctor import doctor
 from cgpass.report.report import Report, check_place, diff
-from cgpass.report.text import wrapped
 from cgpass.runtime import native
 from cgpass.telemetry import progress
 from cgpass.version import VERSION
@@ -61,9 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     rest = check.add_argument("arguments", nargs=argparse.REMAINDER, help=behind)
     rest.required = False  # argparse names it among what is missing, though none may be
     check.set_defaults(run=_check)
-    about = (
-        "say whether torch, compiler, native code and environment are well, and try a tiny graph"
-    )
+    about = "look at torch, compiler, native code and environment, and try a tiny graph"
     machine = commands.add_parser("doctor", help=about, description=about)
     machine.set_defaults(run=lambda _: doctor(sys.stdout.write))
     build = commands.add_parser(
@@ -82,8 +79,7 @@ def _report(options: argparse.Namespace) -> int:
     if options.diff != (options.newer is not None):
         raise ReportError("two reports are compared: report --diff old.json new.json")
     if options.diff:
-        changed = diff(report, Report.load(options.newer))
-        told = "\n".join(row for line in changed.splitlines() for row in wrapped(line))
+        told = diff(report, Report.load(options.newer))
     elif options.output == "-":
         told = str(report)
     else:

@@ -4,15 +4,15 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
 
 from cgpass import telemetry, torch_private
-from cgpass.compile import culprits
+from cgpass.compile import culprits, formulas
 from cgpass.compile.assembly import GraphBuilder, passes_for
-from cgpass.compile.compilers import Boxed, Compiler, Direction, copy_of
+from cgpass.compile.compilers import Boxed, Compiler, copy_of
 from cgpass.compile.culprits import FailedOperators
 from cgpass.compile.facts.breaks import graph_break_of
 from cgpass.compile.facts.capturability import has_cpu_scalars, is_argument
@@ -23,16 +23,13 @@ from cgpass.compile.facts.partition_tag import get_tag
 from cgpass.compile.facts.target import find_target
 from cgpass.compile.facts.values import graph_outputs, has_nested_ints
 from cgpass.compile.layouts import laid_out_otherwise
-from cgpass.compile.option_names import check_names, parse_options
-from cgpass.compile.passes import dynamo_passes, rng_passes
-from cgpass.compile.passes.base import PassContext, run_passes
-from cgpass.compile.passes.functionalize_rng import RngPairs
-from cgpass.compile.passes.split_joint import split_joint
-from cgpass.compile.skips import Skips
+from cgpass.compile.passes import rng_passes
+from cgpass.compile.passes.base import Direction, PassContext, run_passes
+from cgpass.compile.passes.rng_pairs import RngPairs, split_joint
 from cgpass.compile.training import TrainingCall
 from cgpass.compile.warm_start import GraphCache
-from cgpass.errors import DoubleBackwardError, DriverUnavailableError
-from cgpass.options import Options
+from cgpass.errors import DriverUnavailableError, OptionError
+from cgpass.options import Options, nearest
 from cgpass.runtime import native
 from cgpass.runtime.driver import CUDADriver
 from cgpass.runtime.gathered import give_gathered_a_pool, give_pool_back
@@ -43,6 +40,9 @@ from cgpass.telemetry import progress, tracing
 from cgpass.telemetry.reason import Reason
 
 log = logging.getLogger(__name__)
+
+_GRAPHS: Final = "triton.cudagraphs"
+_OUR_GRAPHS: Final = "cgpass makes the CUDA graphs; leave Inductor's own out"
 
 
 def cgpass(
@@ -74,15 +74,51 @@ def cgpass(
     torch_private.note_graph_breaks()
     torch_private.note_function()
     give_gathered_a_pool()
-    parsed = parse_options(options, mode)
+    parsed = parse_options(options)
+    if mode not in (None, "default"):
+        raise OptionError(
+            f"mode={mode!r} belongs to Inductor and chooses its own CUDA graphs; with backend='cgpass' leave mode out "
+            "and give Inductor's settings as options={'inductor': {...}}"
+        )
     if parsed.driver == "cuda" and not torch.cuda.is_available():
         raise DriverUnavailableError(
             'driver="cuda", but torch finds no CUDA device; use driver="auto", or driver="simulated" on CPU'
         )
-    check_names(parsed)
+    _check_names(parsed)
     if parsed.driver != "none" and (parsed.driver != "auto" or torch.cuda.is_available()):
         native.loader.start(parsed.progress)
     return Compilation(parsed, gm).compile(gm, example_inputs)
+
+
+def parse_options(options: Mapping[str, Any] | Options | None) -> Options:
+    """Read what `torch.compile` was given; an option that is Inductor's raises `OptionError` with where it belongs."""
+    given = options if isinstance(options, Mapping) else {}
+    strangers = given.keys() - {spec.name for spec in dataclasses.fields(Options)}
+    known = torch_private.inductor_option_names() if strangers else ()
+    for name in strangers.intersection(known):
+        where = f"it is a setting of Inductor, so give it as options={{'inductor': {{{name!r}: {given[name]!r}}}}}"
+        hint = _OUR_GRAPHS if name == _GRAPHS else where
+        raise OptionError(f"cgpass: unknown option {name!r}; {hint}")
+    return Options.parse(options)
+
+
+def _check_names(options: Options) -> None:
+    """Refuse Inductor settings that are none; warn of operators that nobody registered."""
+    known = torch_private.inductor_option_names() if options.inductor else ()
+    for name in options.inductor:
+        if name == _GRAPHS:
+            raise OptionError(f"inductor={{{name!r}: ...}}: {_OUR_GRAPHS}")
+        if name not in known:
+            near = nearest(name, known)
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise OptionError(f"inductor={{{name!r}: ...}} is no setting of Inductor{hint}")
+    registered = torch_private.operator_names() if options.unsafe_ops else ()
+    for name in options.unsafe_ops:
+        is_higher_order = name.startswith("higher_order::")  # these are in no list
+        if not is_higher_order and name.removesuffix(".default") not in registered:
+            near = nearest(name, registered, cutoff=0.8)
+            hint = f"; did you mean {near}?" if near else ""
+            log.warning("unsafe_ops names %s, but no such operator is registered%s", name, hint)
 
 
 def reset() -> None:
@@ -127,11 +163,16 @@ class Compilation:
         self._parameters: frozenset[int] = frozenset()
         """Inputs of the forward that are parameters or buffers, and outputs of the backward that are their gradients."""
         self._source = tracing.Source(begins_at(gm), torch_private.current_trace_id())
-        self._function = telemetry.new_function()
-        self._failed = FailedOperators(self._function)
-        self._graph_break = graph_break_of(gm)
-        self._skips = Skips(
-            options, self._source, self._function, self._graph_break, self._failed.told
+        function = telemetry.new_function()
+        self._failed = FailedOperators(function)
+        self._builder = functools.partial(
+            GraphBuilder,
+            options=options,
+            owner=self._owner_on,
+            failed=self._failed,
+            source=self._source,
+            function=function,
+            graph_break=graph_break_of(gm),
         )
         self._training = TrainingCall()
         self._cache = GraphCache(self._inductor_compile)
@@ -140,11 +181,8 @@ class Compilation:
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Hand the graph to AOTAutograd with our split and our compilers."""
-        # Its device is found after AOTAutograd only; no pass of this stage asks for it.
-        context = PassContext(device=torch.device("meta"), stage="dynamo", direction="joint")
-        gm = run_passes(dynamo_passes(), gm, context).gm
         told = progress.shown(f"compiling {self._source.place or 'a graph'}", self.options.progress)
-        with told, torch_private.double_backwards_raise(DoubleBackwardError):
+        with told, formulas.watched(gm):
             compiled = self._compile(gm, example_inputs)
         return self._training.around(compiled, gm)
 
@@ -263,53 +301,40 @@ class Compilation:
         """As `_compile_graph`, for a graph that has neither pairs nor positions of them."""
         direction = compiler.direction
         target = find_target(gm, self.options.driver)
+        build = self._builder(compiler=compiler, target=target)
         if target.skip is not None:
-            return self._skips.run_plainly(gm, example_inputs, compiler, target.skip)
+            return build.plainly(gm, example_inputs, target.skip)
         context = PassContext(device=target.device, stage="graph", direction=direction)
         # What our passes put in is for partitions: Inductor has no lowering for `aten._to_copy`.
         original = copy_of(gm) if has_cpu_scalars(gm) else gm
-        laid_out: set[str] = set()  # otherwise than traced
-        if direction == "backward":
-            inputs = gm.graph.find_nodes(op="placeholder")
-            laid_out = {inputs[i].name for i in laid_out_otherwise(gm, example_inputs)}
+        otherwise = laid_out_otherwise(gm, example_inputs) if direction == "backward" else []
         self._failed.mark(gm)
         result = run_passes(passes_for(gm, self.options, target), gm, context)
         gm = result.gm
         tags = {tag for tag in map(get_tag, gm.graph.nodes) if tag is not None}
         reasons = [note for note in result.notes if isinstance(note, Reason)]
+        # A partition gets the sizes alone that it reads, of which nested integers are none.
         is_whole = len(tags) == 1 and not (
             has_nested_ints(gm) or any(map(is_argument, gm.graph.nodes))
         )
-        otherwise: list[int] = []
-        if laid_out and not is_whole:  # anew in each call
-            inputs = gm.graph.find_nodes(op="placeholder")
-            otherwise = [i for i, node in enumerate(inputs) if node.name in laid_out]
-        given = self._placeholder_kinds(gm, direction)
-        kinds = value_kinds(gm, given, copies=() if is_whole else laid_out)
+        inputs = gm.graph.find_nodes(op="placeholder")
+        copies = [] if is_whole else [inputs[i].name for i in otherwise]  # anew in each call
+        kinds = value_kinds(gm, self._placeholder_kinds(gm, direction), copies)
         if direction == "forward":
             self._saved = kinds
         if not any(tag.captured for tag in tags):
-            return self._skips.run_uncaptured(original, example_inputs, compiler, reasons)
+            return build.uncaptured(original, example_inputs, reasons)
         if target.records:
-            self._skips.warn_of_replaced(gm, direction)
-            self._skips.report(reasons, direction)
+            build.report(reasons)
         returned = self._num_fwd_outputs if direction == "forward" else len(graph_outputs(gm))
-        build = GraphBuilder(
-            options=self.options,
-            owner=self._owner_on,
+        build = dataclasses.replace(
+            build,
             names=self._user_names(gm),
             visible=frozenset(range(returned)),  # all but the saved tensors
-            compiler=compiler,
             kinds=kinds,
-            target=target,
-            failed=self._failed,
-            source=self._source,
-            function=self._function,
-            graph_break=self._graph_break,
         )
         if is_whole:
             return build.whole(gm, example_inputs)
-        # A partition gets the sizes alone that it reads, of which nested integers are none.
         return build.partitioned(gm, context, otherwise)
 
     def _placeholder_kinds(self, gm: fx.GraphModule, direction: Direction) -> dict[str, InputKind]:

@@ -1,9 +1,7 @@
 """Settings: `Options`, the process-wide defaults and the `CGPASS_*` variables."""
 
 import difflib
-import functools
 import json
-import logging
 import os
 import re
 import threading
@@ -15,10 +13,6 @@ from cgpass.errors import OptionError
 
 __all__ = ["Options", "current_defaults", "set_defaults"]
 
-log = logging.getLogger(__name__)
-
-_SCRIPTS_OWN: Final = frozenset({"CGPASS_VENV", "CGPASS_RANDOM_PROGRAMS"})
-"""Variables that this repository's scripts and tests read."""
 _ENV_PREFIX: Final = "CGPASS_"
 _OPERATOR: Final = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*(\.[A-Za-z_]\w*)?")
 
@@ -192,35 +186,20 @@ def _defaults() -> dict[str, Any]:
 
 
 def _from_environment() -> dict[str, Any]:
-    """Read `CGPASS_<OPTION>`; say once which other variables of that prefix there are."""
+    """Read `CGPASS_<OPTION>`; other variables of that prefix are somebody's own, unless they look misspelt."""
     found = {}
-    unknown = []
     for variable in sorted(os.environ):
         if not variable.startswith(_ENV_PREFIX):
             continue
         name = variable.removeprefix(_ENV_PREFIX).lower()
         if name in _SPECS:
             found[name] = _from_text(variable, name, os.environ[variable])
-        elif nearest := _nearest(name, cutoff=0.8):  # RUN is somebody's own, no misspelt RNG
+        elif near := nearest(name, _SPECS, cutoff=0.75):  # RUN is no misspelt RNG
             raise OptionError(
                 f"cgpass: environment variable {variable} is not an option; "
-                f"did you mean {_ENV_PREFIX}{nearest.upper()}?"
+                f"did you mean {_ENV_PREFIX}{near.upper()}?"
             )
-        elif variable not in _SCRIPTS_OWN:
-            unknown.append(variable)
-    if unknown:
-        _warn_of(", ".join(unknown))
     return found
-
-
-@functools.cache
-def _warn_of(unknown: str) -> None:
-    log.warning(
-        "cgpass: environment variables that are no options are ignored: %s; options are %s followed by one of %s",
-        unknown,
-        _ENV_PREFIX,
-        ", ".join(name.upper() for name in _SPECS),
-    )
 
 
 def _from_text(variable: str, name: str, text: str) -> Any:
@@ -247,14 +226,15 @@ def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:
         if name in REMOVED:
             raise OptionError(f"cgpass: option {name!r} was removed: {REMOVED[name]}.")
         if name not in _SPECS:
-            nearest = _nearest(name)
-            hint = f"did you mean {nearest!r}?" if nearest else f"known: {', '.join(_SPECS)}."
+            near = nearest(name, _SPECS)
+            hint = f"did you mean {near!r}?" if near else f"known: {', '.join(_SPECS)}."
             raise OptionError(f"cgpass: unknown option {name!r}; {hint}")
     return options
 
 
-def _nearest(name: str, cutoff: float = 0.6) -> str | None:
-    matches = difflib.get_close_matches(str(name).lower(), _SPECS, n=1, cutoff=cutoff)
+def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the known name that one looks like, if there is any."""
+    matches = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
 
@@ -272,8 +252,8 @@ def _validated(name: str, value: Any, where: str | None = None) -> Any:
 def _one_of(value: Any, allowed: tuple[str, ...], where: str) -> str:
     if isinstance(value, str) and value in allowed:
         return value
-    matches = difflib.get_close_matches(str(value).lower(), allowed, n=1)
-    hint = f"; did you mean {matches[0]!r}?" if matches else "."
+    near = nearest(value, allowed)
+    hint = f"; did you mean {near!r}?" if near else "."
     raise OptionError(
         f"cgpass: {where} must be one of {', '.join(map(repr, allowed))}, got {_shown(value)}{hint}"
     )
@@ -294,16 +274,9 @@ def _operators(value: Any, where: str) -> tuple[str, ...]:
         if not (isinstance(item, str) and _OPERATOR.fullmatch(item)):
             raise OptionError(
                 f"cgpass: {where} must hold names of the form 'ns::op' or 'ns::op.overload', "
-                f"got {_shown(item)}{_operator_hint(item)}"
+                f"got {_shown(item)}."
             )
     return tuple(sorted(set(value)))
-
-
-def _operator_hint(item: Any) -> str:
-    """Suggest `aten::add.Tensor` for `torch.ops.aten.add.Tensor`, given as text or as itself."""
-    parts = str(item).removeprefix("torch.ops.").split(".")
-    guess = "::".join([parts[0], ".".join(parts[1:])])
-    return f"; did you mean {guess!r}?" if _OPERATOR.fullmatch(guess) else "."
 
 
 def _config_patches(value: Any, where: str) -> dict[str, Any]:
@@ -312,12 +285,6 @@ def _config_patches(value: Any, where: str) -> dict[str, Any]:
             f"cgpass: {where} must be a dict of Inductor config names and values, "
             f"got {_shown(value)}."
         )
-    for name in value:
-        if not isinstance(name, str):
-            raise OptionError(
-                f"cgpass: {where} must have Inductor config names (str) as keys, "
-                f"got {_shown(name)}."
-            )
     return dict(value)
 
 

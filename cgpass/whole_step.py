@@ -35,9 +35,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cgpass import telemetry, torch_private
-from cgpass.backend import cgpass
+from cgpass.backend import cgpass, parse_options
 from cgpass.compile.facts.input_info import InputInfo, InputKind
-from cgpass.compile.option_names import parse_options
 from cgpass.compile.plan import Argument, Single, whole_plan
 from cgpass.compile.training import TrainingCall, here
 from cgpass.errors import InputError, OptionError
@@ -45,6 +44,7 @@ from cgpass.options import Options
 from cgpass.runtime import fast, native
 from cgpass.runtime.changes import Mode, mend, open_modes
 from cgpass.runtime.executor import Executor
+from cgpass.runtime.fast import taker
 from cgpass.runtime.partition import PartitionRunner
 from cgpass.telemetry.reason import many
 
@@ -142,7 +142,7 @@ class TrainStep:
         self.raised: Counter[str] = Counter()
         """Calls that raised, by the exception."""
         self._name = f"train_step of {getattr(loss_fn, '__qualname__', type(loss_fn).__qualname__)}"
-        self._options = parse_options(options, None)
+        self._options = parse_options(options)
         self._update = update
         self._accumulate = accumulate
         self._due = 0
@@ -250,7 +250,7 @@ class TrainStep:
             except torch_private.not_one_graph() as error:
                 if call.whole is not None:
                     raise
-                self._too_often = torch_private.is_recompile_limit(error)
+                self._too_often = type(error).__name__ == "FailOnRecompileLimitHit"
                 if not self._too_often:
                     broken_at = next(iter(str(error).strip().splitlines()), "")
         if broken_at is not None:
@@ -395,7 +395,7 @@ class _NoGradientsAfter(Mode):
     def undo(self) -> None:
         self._update.forget_gradients()
         if self._update.scaler is not None:  # a capture that failed in the middle runs again
-            torch_private.forget_step_of_scaler(self._update.scaler)
+            self._update.scaler._per_optimizer_states.clear()
 
 
 class _Read:
@@ -432,8 +432,6 @@ class _Update:
         self._groups: list[dict[str, Any]] = []
         self._contents: tuple[()] | tuple[list[Any], bytes] = ()
         """All that optimizers have, and where tensors among it lie."""
-        self._structure: tuple[Any, ...] = ()
-        """Which is whose."""
         self._why_never: str | None = None
         self._reads: weakref.WeakValueDictionary[Any, _Read] = weakref.WeakValueDictionary()
         """By what is read, kept alive by the keys of recordings."""
@@ -509,9 +507,8 @@ class _Update:
         self.looks += 1
         self.params = [p for group in self._groups for p in group["params"]]
         self._why_never = torch_private.why_not_recordable(self.optimizers, self.scaler)
-        params = {id(parameter): n for n, parameter in enumerate(self.params)}
+        params = {*map(id, self.params)}
         objects = self._contents[0] if self._contents else ()
-        self._structure = tuple([x if type(x) is str else params.get(id(x)) for x in objects])
         tensors = {id(x): x for x in objects if isinstance(x, torch.Tensor)}
         self.state = [tensor for key, tensor in tensors.items() if key not in params]
         places = sorted({str(tensor.device) for tensor in (*self.params, *self.state)})
@@ -538,7 +535,7 @@ class _Update:
             if leaf.grad is not None:
                 return f"{name} has a gradient from before; call zero_grad() first"
             return f"{name} has hooks, or gradients of another dtype; remove them"
-        if self.scaler is not None and torch_private.scaler_is_within_a_step(self.scaler):
+        if self.scaler is not None and self.scaler._per_optimizer_states:
             return "the scaler's unscale_() or step() was called before the step; leave that to the step"
         found = self._find_numbers()
         if isinstance(found, str):
@@ -559,10 +556,10 @@ class _Update:
         """The tensors that an update reads and writes beside parameters, and what stands for all it reads in the key."""
         rates = [rate.tensor for rate in self.rates]
         places = self._contents[1:], *[tensor.data_ptr() for tensor in rates]
-        last = self._structure, self.numbers, places
+        last = self.looks, self.numbers, places
         if last != self._last:
             self._last = last
-            key = self._structure, tuple(self.numbers.items()), places
+            key = self.looks, tuple(self.numbers.items()), places
             self._read = (*self.state, *rates), self._reads.setdefault(key, _Read())
         return self._read
 
@@ -577,7 +574,8 @@ class _Update:
                         return f"{name} of the optimizer is a {type(value).__name__}; give a number"
                     found[n, name] = number
         if self.scaler is not None:
-            found.update(torch_private.scaler_numbers(self.scaler))
+            for name in ("growth_factor", "backoff_factor", "growth_interval"):
+                found[f"the scaler's {name}"] = getattr(self.scaler, f"get_{name}")()
         found.update(torch_private.kernel_flags())
         return found
 
@@ -646,7 +644,8 @@ class _Whole:
         """True if one graph can hold all of it."""
         self._arguments: Mapping[int, Argument] = {}
         """Inputs that are scalars on the CPU, and are put on the device before."""
-        self._leaves = [args[n] for n in self._positions]
+        self._take_leaves = taker(self._positions)
+        self._contents: tuple[list[Any], bytes] = fast.contents(self._take_leaves(args), ())
         self._update = update
         self._looks = -1
         leaves: Sequence[int] = self._positions
@@ -676,13 +675,22 @@ class _Whole:
         plan = whole_plan(len(infos), num_outputs, self._runner, "captured_0", visible)
         self._executor = Executor(plan, part.owner, {"captured_0": f"cgpass: {name}"})
 
+    @property
+    def _leaves(self) -> list[torch.Tensor]:
+        """What gets gradients, in this call."""
+        return self._contents[0]
+
     def why_not(self, training: TrainingCall, args: _Args) -> str | None:
         """Why a call runs in pieces."""
         update = self._update
         if not training.is_plain(args):
             return "autograd is in a mode of its own in this call"
-        if not fast.are(args, self._positions, self._leaves):
-            self._leaves, self._looks = [args[n] for n in self._positions], -1
+        before, self._contents = (
+            self._contents,
+            fast.contents(self._take_leaves(args), self._contents),
+        )
+        if before[0] is not self._contents[0]:
+            self._looks = -1
         if 0 in fast.requiring_grad(self._leaves):
             return (
                 "a parameter was frozen, which torch 2.11 does not notice; torch.compiler.reset()"
@@ -750,7 +758,7 @@ class _Whole:
     def _gradients(self, inputs: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
         """Return what the forward returns, and gradients as autograd would put them into `.grad`."""
         layout, scaler = self._layout, self._update.scaler
-        with torch._C._DisableAutocast():
+        with torch_private.autocast_off():
             outputs = list(self._forward(inputs))
             returned = outputs[: layout.num_returned]
             saved = [*outputs[layout.checked], *outputs[layout.unchecked]]
@@ -758,7 +766,7 @@ class _Whole:
             outputs.clear()
             tangent = torch.ones_like(returned[layout.differentiable[0]])
             if scaler is not None:
-                tangent = tangent * torch_private.scale_of(scaler).to(tangent.dtype)
+                tangent = tangent * scaler._scale.to(tangent.dtype)
             call = [*rest, *saved, layout.tangents[0](tangent)]
             del rest, saved, tangent
             gradients = list(self._backward(call))

@@ -19,24 +19,6 @@ wanted_stamp() {
   echo "$PWD extra=$extra torch=${torch:-any} $(cksum <pyproject.toml)"
 }
 
-# use_active_venv MODULE... takes the active environment as it is, if it has all of these. Nothing is installed into it.
-use_active_venv() {
-  [[ -z ${CGPASS_VENV:-} && -x ${VIRTUAL_ENV:-}/bin/python ]] || return 1
-  local lacking
-  lacking=$("$VIRTUAL_ENV/bin/python" -I -c \
-    'import sys; from importlib.util import find_spec; print(*(m for m in sys.argv[1:] if not find_spec(m)))' "$@")
-  if [[ -n $lacking ]]; then
-    echo "== the active environment lacks $lacking and is left alone: .venv is used (pip install -e '.[demo]' adds it)"
-    return 1
-  fi
-  PYTHON=$VIRTUAL_ENV/bin/python
-  tell_python
-}
-
-tell_python() {
-  "$PYTHON" -c 'import sys, torch; print("== Python", sys.version.split()[0], "torch", torch.__version__, "CUDA", torch.cuda.is_available())'
-}
-
 prepare_venv() {
   local extra=$1 torch=${2:-} directory wanted stamp
   if [[ -n ${CGPASS_VENV:-} ]]; then
@@ -60,5 +42,5 @@ prepare_venv() {
       ${torch:+"torch==$torch"} -e ".[$extra]"
     echo "$wanted" >"$stamp"
   fi
-  tell_python
+  "$PYTHON" -c 'import sys, torch; print("== Python", sys.version.split()[0], "torch", torch.__version__, "CUDA", torch.cuda.is_available())'
 }

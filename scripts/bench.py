@@ -4,8 +4,6 @@
     python scripts/bench.py --models gpt2 stack100 --modes train inference --arms default cgpass:rng=paired
     python scripts/bench.py --baseline ../older-checkout           # status 1 where this checkout is slower
     python scripts/bench.py --modes start --models gpt2            # first step, and a second process'
-    python scripts/bench.py --models llama_fsdp2 --processes 2     # two GPUs
-    python scripts/bench.py --compare older.json                   # status 1 where cgpass got worse
     python scripts/bench.py --device cpu --quick --models stack1   # a try, anywhere
 
 Each arm of a model has processes of its own, whose cgpass may be another checkout's. They compile side by side, and then
@@ -33,24 +31,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchlib import arms, compare, meta, models, report
-from benchlib.crew import SCRIPTS, Answer, Crew
+from benchlib import arms, meta, models, report
+from benchlib.process import SCRIPTS, Answer, Process
 from benchlib.worker import Job, spread_of
 
 Entry = dict[str, Any]
 MODES = ("train", "inference", "start")
 NO_DISTANCE = 0.02
 """Losses of other kernels and other dropout masks may differ by this part."""
-
-
-def result(name: str) -> dict[str, Any]:
-    """Read a file that this script wrote."""
-    try:
-        data = json.loads(Path(name).read_text())
-        report.render(data)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise argparse.ArgumentTypeError(f"{name} holds no results: {error!r}") from error
-    return data
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -70,20 +58,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--baseline", type=Path, help="another checkout: cgpass of that in more arms, @baseline")
     add("--steps", type=int, default=10, help="synchronised steps of a block (10)")
     add("--rounds", type=int, default=6, help="blocks of each arm (6)")
-    add("--processes", type=int, default=2, help="of models on several devices (2)")
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--quick", action="store_true", help="tiny models and few steps")
-    add("--host-only", action="store_true", help="on CPU: replays do nothing, times are the host's")
     add("--budget", type=float, default=520.0, help="seconds for everything (520)")
     add("--out", type=Path, help="file for the JSON")
-    add("--from", dest="source", type=result, metavar="JSON", help="measure nothing, read this")
-    add("--compare", type=result, metavar="JSON", help="an older result")
     add("--tolerance", type=float, default=5.0, help="percent that may be lost (5)")
     args = parser.parse_args(argv)
     if args.quick:
         args.steps, args.rounds = min(args.steps, 2), min(args.rounds, 2)
-    if args.host_only and args.device != "cpu":
-        parser.error("--host-only: on CPU alone, with the simulated driver")
     if args.baseline and not (args.baseline / "cgpass").is_dir():
         parser.error(f"--baseline: there is no cgpass in {args.baseline}")
     return args
@@ -98,7 +80,6 @@ def jobs(args: argparse.Namespace, mode: str, model: str) -> list[Job]:
     if args.baseline:
         ours = [name for name in chosen if arms.is_ours(name)]
         chosen = [*chosen, *(name + arms.BASELINE for name in ours)]
-    spread = models.SPECS[model].spread
     return [
         Job(
             model=model,
@@ -109,8 +90,6 @@ def jobs(args: argparse.Namespace, mode: str, model: str) -> list[Job]:
             steps=args.steps,
             warm_up=8 if args.quick else 24,
             root=str(args.baseline.resolve() if arm.endswith(arms.BASELINE) else meta.ROOT),
-            host_only=args.host_only,
-            processes=args.processes if spread else 1,
         )
         for arm in chosen
     ]
@@ -144,98 +123,83 @@ class Bench:
         """Time first steps with an empty compile cache, then in a second process with what the first one left."""
         with tempfile.TemporaryDirectory(dir=self.scratch) as caches:
             for phase in ("cold", "warm"):
-                crews = [
-                    Crew(job, Path(caches, str(n)))
+                every = [
+                    Process(job, Path(caches, str(n)))
                     for n, job in enumerate(todo)
                     if "error" not in found[job.arm]
                 ]
-                for crew, answers in zip(crews, self.all_say(crews, "first_steps"), strict=True):
-                    told = {f"{phase}_s": answers[0]["seconds"]} if answers else crew.error
-                    found[crew.job.arm] |= told or {}
-                self.ended(crews, found)
+                for each, answer in zip(every, self.all_say(every, "first_steps"), strict=True):
+                    told = {f"{phase}_s": answer["seconds"]} if answer else each.error
+                    found[each.job.arm] |= told or {}
+                    each.kill()
 
     def stepped(
         self, todo: dict[tuple[str, str], list[Job]], found: dict[tuple[str, str], dict[str, Entry]]
     ) -> None:
         """Prepare all arms of some models side by side, then measure arm after arm, model after model."""
         theirs = self.scratch / "baseline"  # what is compiled by other code
-        crews = {
-            key: [Crew(job, theirs if job.arm.endswith(arms.BASELINE) else None) for job in some]
+        of_model = {
+            key: [Process(job, theirs if job.arm.endswith(arms.BASELINE) else None) for job in some]
             for key, some in todo.items()
         }
-        every = [crew for some in crews.values() for crew in some]
+        every = [each for some in of_model.values() for each in some]
         try:
-            for crew, answers in zip(every, self.all_say(every, "prepare"), strict=True):
-                entry = found[crew.job.mode, crew.job.model][crew.job.arm]
-                entry |= answers[0] if answers else crew.error or {}
+            for each, answer in zip(every, self.all_say(every, "prepare"), strict=True):
+                entry = found[each.job.mode, each.job.model][each.job.arm]
+                entry |= answer or each.error or {}
                 spent = time.monotonic() - self.begun
-                print(f"{spent:4.0f} s: {crew.job.name}: {entry.get('error') or 'prepared'}")
-            for key, some in crews.items():
+                print(f"{spent:4.0f} s: {each.job.name}: {entry.get('error') or 'prepared'}")
+            for key, some in of_model.items():
                 self.take_turns(some, found[key])
                 self.check(some, found[key])
-                self.ended(some, found[key])
+                for each in some:
+                    each.kill()
         finally:
-            for crew in every:
-                crew.kill()
+            for each in every:
+                each.kill()
 
-    def all_say(self, crews: list[Crew], command: str) -> list[list[Answer]]:
-        for crew in crews:
-            crew.say(command)
-        return [crew.hear(self.deadline) for crew in crews]
+    def all_say(self, every: list[Process], command: str) -> list[Answer | None]:
+        for each in every:
+            each.say(command)
+        return [each.hear(self.deadline) for each in every]
 
-    def take_turns(self, crews: list[Crew], found: dict[str, Entry]) -> None:
+    def take_turns(self, every: list[Process], found: dict[str, Entry]) -> None:
         """Let each arm run a block, again and again, the first one moving on; then what is measured once."""
         times: dict[str, dict[str, list[float]]] = collections.defaultdict(
             lambda: collections.defaultdict(list)
         )
         counters: dict[str, dict[str, int]] = {}
         for number in range(self.args.rounds):
-            shift = number % len(crews)
-            for crew in crews[shift:] + crews[:shift]:
-                for answer in crew.ask("block", self.deadline)[:1]:  # of the first process
-                    counters[crew.job.arm] = answer.pop("counters")
+            shift = number % len(every)
+            for each in every[shift:] + every[:shift]:
+                if answer := each.ask("block", self.deadline):
+                    counters[each.job.arm] = answer.pop("counters")
                     for key, values in answer.items():
-                        times[crew.job.arm][key] += values
-        for crew in crews:
-            entry, arm = found[crew.job.arm], crew.job.arm
-            answers = crew.ask("device_use", self.deadline)
+                        times[each.job.arm][key] += values
+        for each in every:
+            entry, arm = found[each.job.arm], each.job.arm
+            use = each.ask("device_use", self.deadline)
             entry |= {key: spread_of(values) for key, values in times[arm].items()}
-            if crew.error:
-                entry |= crew.error
-                continue
-            entry |= {key: max(each[key] for each in answers) for key in answers[0]}
-            if counters[arm].get("calls"):
+            entry |= use or each.error or {}
+            if use is not None and counters[arm].get("calls"):
                 counts = {
                     key: round(n / 3 / self.args.steps, 2) for key, n in counters[arm].items()
                 }
                 entry["per_step"] = {key: count for key, count in counts.items() if count}
 
-    def check(self, crews: list[Crew], found: dict[str, Entry]) -> None:
+    def check(self, every: list[Process], found: dict[str, Entry]) -> None:
         """Compare results: of cgpass bitwise with the same kernels without graphs, others roughly with eager's."""
-        todo = [crew for crew in crews if arms.is_ours(crew.job.arm) and not crew.error]
+        todo = [each for each in every if arms.is_ours(each.job.arm) and not each.error]
         for command in ("check", "check_deterministic"):
-            for crew, answers in zip(todo, self.all_say(todo, command), strict=True):
-                equal = bool(answers) and all(each["equal"] for each in answers)
-                told = {"equal": equal} | (crew.error or {})
-                found[crew.job.arm]["check"] = (answers[0] if answers else {}) | told
-            todo = [c for c in todo if not found[c.job.arm]["check"]["equal"] and not c.error]
+            for each, answer in zip(todo, self.all_say(todo, command), strict=True):
+                found[each.job.arm]["check"] = answer or {"equal": False} | (each.error or {})
+            todo = [p for p in todo if not found[p.job.arm]["check"]["equal"] and not p.error]
         names = [name for name in ("eager", "default", *found) if "losses" in found.get(name, {})]
         for entry in found.values():
             if "losses" in entry and "check" not in entry:
                 pairs = zip(entry["losses"], found[names[0]]["losses"], strict=True)
                 close = all(abs(a - b) <= NO_DISTANCE * max(1.0, abs(b)) for a, b in pairs)
                 entry["check"] = {"close": close}
-
-    def ended(self, crews: list[Crew], found: dict[str, Entry]) -> None:
-        """End processes; a process group that has not ended after 20 s never does."""
-        for crew in crews:
-            crew.say("end")
-        for crew in crews:
-            failed = crew.error is not None
-            crew.hear(time.monotonic() + 20)
-            if crew.job.processes > 1 and not failed:
-                found[crew.job.arm]["process_group_ended"] = crew.error is None
-            crew.kill()
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -257,8 +221,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             if bench.deadline - time.monotonic() < 20:
                 data["left_out"] = [f"{model}, {mode}" for mode, model in todo]
                 break
-            sizes = [sum(job.processes for job in jobs(args, *key)) for key in todo]
-            count = max(1, sum(sum(sizes[: n + 1]) <= room for n in range(len(sizes))))
+            count = max(1, room // len(jobs(args, *todo[0])))
             wave, todo = todo[:count], todo[count:]
             data["results"] += bench.measured(wave)
             about["seconds"] = round(time.monotonic() - bench.begun, 1)
@@ -275,14 +238,10 @@ def keep(path: Path | None, data: dict[str, Any]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Measure, write and compare; return 1 where cgpass failed, differs or got worse."""
     args = parse(argv)
-    data = args.source or run(args)
+    data = run(args)
     keep(args.out, data)
     print(report.render(data), flush=True)
-    wrong = compare.problems(data) + compare.slower_than_baseline(data, args.tolerance)
-    if args.compare:
-        text, worse = compare.compare(args.compare, data, args.tolerance)
-        print(text, flush=True)
-        wrong += worse
+    wrong = report.problems(data) + report.slower_than_baseline(data, args.tolerance)
     for what in wrong:
         print(what, file=sys.stderr)
     return 1 if wrong else 0

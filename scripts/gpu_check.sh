@@ -12,9 +12,8 @@
 #   graphed     callables graphed by hand, against torch's
 #   recompute   recomputed random operators, and what checkpoints save
 #   start       seconds until a model trains from graphs, cold and in a second process
-#   dist-bench  tensor parallel, FSDP2 and SimpleFSDP on two devices
 #
-# `-- --baseline DIR` measures another checkout beside this one, `-- --compare OLD.json` fails where cgpass got worse.
+# `-- --baseline DIR` measures another checkout beside this one, and fails where this one is slower.
 # `python scripts/results.py --take DIR` keeps all of it in docs/results.
 #
 # Each part ends within nine minutes. PYTHON names the interpreter (python3), WORKERS the number of pytest's processes
@@ -22,7 +21,7 @@
 # commit where the sources are a copy without history.
 set -u -o pipefail
 
-usage() { sed -n '2,24s/^# \{0,1\}//p' "$0"; }
+usage() { sed -n '2,23s/^# \{0,1\}//p' "$0"; }
 
 part="" out="gpu-check" workers="${WORKERS:-8}" limit="${LIMIT:-520}"
 while [ $# -gt 0 ]; do
@@ -95,11 +94,9 @@ run_part() {
       run_bench --models stack10 stack100 vit_small gpt2 --arms default reduce-overhead cgpass cgpass-step limit-step "$@" ;;
     graphed) run_bench --models layer --arms eager graphed torch-graphed --steps 50 --rounds 20 "$@" ;;
     recompute)
-      run_bench --models attentions attentions_nodrop blocks blocks_torch blocks_cgpass \
+      run_bench --models attentions blocks blocks_torch blocks_cgpass \
         --arms eager default reduce-overhead cgpass cgpass:rng=paired "$@" ;;
     start) run_bench --modes start --models gpt2 llama vit_small mixtral --arms default reduce-overhead cgpass "$@" ;;
-    dist-bench)
-      run_bench --models llama_tp llama_fsdp2 llama_simplefsdp --arms default reduce-overhead cgpass "$@" ;;
     *) echo "unknown part: '$part'" >&2; usage >&2; return 2 ;;
   esac
 }

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchlib import compare, report
+from benchlib import report
 from benchlib.models import REAL
 from benchlib.report import differs, number, table, value
 from doc_tables import with_table
@@ -63,7 +63,7 @@ def stored(directory: Path) -> dict[str, Results]:
 
 def refused(part: str, data: Data) -> list[str]:
     """Return why results are not to be kept."""
-    said = [] if "failed" in data else compare.problems(data)
+    said = [] if "failed" in data else report.problems(data)
     said += ["tests failed"] * (data.get("ok") is False)
     said += ["tiny models"] * bool(data["meta"].get("tiny"))
     said += ["of no commit: set BENCH_COMMIT"] * (not data["meta"]["commit"])

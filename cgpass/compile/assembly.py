@@ -1,12 +1,11 @@
-"""From a graph with partition tags to one callable: compiles each partition and joins them."""
+"""From a graph to one callable: compiles each partition and joins them, or runs all of it without CUDA graphs and says so."""
 
 import contextlib
-import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -17,7 +16,7 @@ from cgpass.compile.culprits import FailedCapture, FailedOperators
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.compile.facts.inputs import input_infos
 from cgpass.compile.facts.partition_tag import get_reason, get_tag
-from cgpass.compile.facts.target import Target
+from cgpass.compile.facts.target import Target, devices
 from cgpass.compile.facts.values import (
     graph_outputs,
     is_collective,
@@ -25,20 +24,24 @@ from cgpass.compile.facts.values import (
     num_ops,
 )
 from cgpass.compile.layouts import inputs_as_traced, laid_out_otherwise
-from cgpass.compile.passes import eager_passes, graph_passes, outline_passes
+from cgpass.compile.passes import graph_passes
 from cgpass.compile.passes.base import Pass, PassContext, run_passes
+from cgpass.compile.passes.outline import Outline
 from cgpass.compile.plan import build_plan, outputs_made, plan_as_dict, whole_plan
-from cgpass.compile.skips import OFF, counted
+from cgpass.errors import CaptureError
 from cgpass.options import Options
 from cgpass.runtime.collectives import may_be_captured
 from cgpass.runtime.executor import Executor, Plan
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.partition import PartitionRunner
-from cgpass.telemetry import progress, tracing
+from cgpass.telemetry import CallStats, progress, tracing
 from cgpass.telemetry.reason import Reason
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary
 
 log = logging.getLogger(__name__)
+
+_OFF: Final = 'driver="none" turns them off'
+"""The words of a summary for graphs that nobody wants captured."""
 
 
 def passes_for(gm: fx.GraphModule, options: Options, target: Target) -> tuple[Pass, ...]:
@@ -47,51 +50,119 @@ def passes_for(gm: fx.GraphModule, options: Options, target: Target) -> tuple[Pa
     return graph_passes(options, collectives=not communicates or may_be_captured(target.device))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GraphBuilder:
-    """Joins the partitions of one graph."""
+    """Makes one graph of a function callable."""
 
     options: Options
     owner: Callable[[torch.device], Owner]
     """Gives the owner of the function's recordings on a device."""
-    names: Mapping[str, str]
-    """The user's names of inputs, by placeholder name."""
-    visible: frozenset[int]
-    """Positions of outputs that the user gets."""
-    compiler: Compiler
-    kinds: Mapping[str, InputKind]
-    """See `value_kinds`."""
-    target: Target
     failed: FailedOperators
-    source: tracing.Source = tracing.NOWHERE
+    source: tracing.Source
     """Of the user's function."""
-    function: int | None = None
+    function: int
     """The function's number in what telemetry knows."""
-    graph_break: Reason | None = None
+    graph_break: Reason | None
     """Why Dynamo ended it where it did, if the user's goes on."""
+    compiler: Compiler
+    target: Target
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The user's names of inputs, by placeholder name."""
+    visible: frozenset[int] = frozenset()
+    """Positions of outputs that the user gets."""
+    kinds: Mapping[str, InputKind] = field(default_factory=dict)
+    """See `value_kinds`."""
+
+    def plainly(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        why: str,
+        reasons: Sequence[Reason] = (),
+        *,
+        is_skip: bool = True,
+    ) -> Boxed:
+        """Compile a graph without partitions, as `torch.compile` would, and say why.
+
+        Raises:
+            CaptureError: The user wants no graph to run without a CUDA graph.
+        """
+        driver, direction = self.options.driver, self.compiler.direction
+        skip, found, ops = why, tuple(reasons), num_ops(gm)
+        if driver == "none":
+            skip, found = _OFF, ()
+        told = {"runs_without_cuda_graphs": skip, "num_ops": ops, "reasons": list(map(str, found))}
+        tracing.add_json(f"{direction}_plan", lambda: told)
+        graph = telemetry.add_graph(self._summary((), skip=skip, num_ops=ops, why=found))
+        text = f"{self.source.graph(direction)} runs without CUDA graphs: {why}"
+        on_cuda = any(d.type == "cuda" for d in devices(gm))
+        if is_skip and (driver in ("cuda", "simulated") or (driver == "auto" and on_cuda)):
+            telemetry.compile_stats.skips += 1
+            self._tell(text, anew=not reasons or any(map(self._is_new, reasons)))
+        else:
+            log.info("%s", text)
+        return _counted(graph, self.compiler.whole(gm, example_inputs))
+
+    def uncaptured(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], reasons: Sequence[Reason]
+    ) -> Boxed:
+        """As `plainly`, for a graph of which nothing is captured; one too small to be worth it is no skip."""
+        blockers = [reason for reason in reasons if not reason.is_chosen]
+        if blockers or not reasons:
+            why = "; ".join(dict.fromkeys(map(str, blockers))) or "it has no operators"
+            return self.plainly(gm, example_inputs, why, blockers)
+        why = (
+            "fewer of its operators do work on the device (views don't count) than "
+            f"min_partition_ops={self.options.min_partition_ops}"
+        )
+        if all(reason.code in ("no_work", "effect_token") for reason in reasons):
+            why = "it launches no work on the device"
+        return self.plainly(gm, example_inputs, why, reasons, is_skip=False)
+
+    def report(self, reasons: Sequence[Reason]) -> None:
+        """One message for everything in the graph that can't be captured.
+
+        Raises:
+            CaptureError: The user wants nothing to run plainly.
+        """
+        reasons = [each for each in reasons if not each.is_chosen and self._is_new(each)]
+        if reasons:
+            listed = "\n  ".join(dict.fromkeys(map(str, reasons)))
+            graph = self.source.graph(self.compiler.direction)
+            self._tell(f"parts of {graph} run without CUDA graphs:\n  {listed}")
+
+    def _is_new(self, reason: Reason) -> bool:
+        """Tell if the user was not told of what can't be captured when that failed."""
+        told = self.failed.told and reason.code == "failed_capture"
+        return self.options.on_skip == "raise" or not told
+
+    def _tell(self, message: str, *, anew: bool = True) -> None:
+        if self.options.on_skip == "raise":
+            raise CaptureError(message)
+        level = logging.WARNING if anew and self.options.on_skip == "warn" else logging.INFO
+        log.log(level, "%s", message)
 
     def whole(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
         """A graph that is one captured partition."""
         num_outputs = len(graph_outputs(gm))
-        summaries = _part_summaries({"captured_0": gm}, {})
+        summaries = _summaries(gm, {"captured_0": gm})
         graph = self._add_summary(summaries)
         original, others = self._kept(gm), laid_out_otherwise(gm, example_inputs)
-        infos = tuple(
-            # the forward's copy of a parameter
-            dataclasses.replace(info, kind=InputKind.POOLED)
-            if info.kind is InputKind.STATIC and i in others
-            else info
-            for i, info in enumerate(self._infos(gm))
-        )
+        inputs = gm.graph.find_nodes(op="placeholder")
+        copies = {inputs[i].name for i in others}  # the forward's copies of parameters
+        kinds = {
+            name: InputKind.POOLED if kind is InputKind.STATIC and name in copies else kind
+            for name, kind in self.kinds.items()
+        }
+        infos = input_infos(gm, kinds, self.names)
         with self._told():
             fn = self.compiler.whole(gm, example_inputs)
         if not self.target.records:
-            return counted(graph, fn)
+            return _counted(graph, fn)
         run = self._runner("captured_0", fn, infos, original, graph, others)
         made = outputs_made(original)
         plan = whole_plan(len(infos), num_outputs, run, "captured_0", self.visible, made)
-        self._trace_plan(plan, summaries)
-        return _tracked(Executor(plan, run.owner, self._in_profiles(["captured_0"])), graph)
+        return self._executor(plan, summaries, graph)
 
     def partitioned(
         self, gm: fx.GraphModule, context: PassContext, otherwise: Sequence[int] = ()
@@ -100,8 +171,13 @@ class GraphBuilder:
         as_traced = inputs_as_traced(gm, otherwise)
         if self.compiler.direction == "forward":
             torch_private.report_output_strides(output_strides(gm))
-        outlined, parts = _outline(gm, context, outline_passes())
-        summaries = _part_summaries(parts, _reasons_by_part(gm))
+        outlined = run_passes((Outline(),), gm, context).gm
+        parts = {
+            name: module
+            for name, module in outlined.named_children()
+            if isinstance(module, fx.GraphModule)
+        }
+        summaries = _summaries(gm, parts)
         graph = self._add_summary(summaries)
         runs: dict[str, Any] = {}
         for number, call in enumerate(outlined.graph.find_nodes(op="call_module"), 1):
@@ -109,15 +185,34 @@ class GraphBuilder:
             with self._told(f", partition {number} of {len(parts)}"):
                 runs[name] = self._compile_part(name, parts[name], graph)
         plan = build_plan(outlined, runs, self.visible)
-        owner = self.owner(self.target.device) if self.target.records else None
-        self._trace_plan(plan, summaries)
-        boxed = _tracked(Executor(plan, owner, self._in_profiles(parts)), graph)
+        boxed = self._executor(plan, summaries, graph)
         return torch_private.mark_boxed(as_traced(boxed)) if otherwise else boxed
+
+    def _executor(self, plan: Plan, parts: Sequence[PartitionSummary], graph: int) -> Boxed:
+        """A callable that telemetry, traces and profiles know of."""
+        direction, named = self.compiler.direction, {part.name: part for part in parts}
+        made = f"{direction}_plan"
+        tracing.add_json(made, lambda: plan_as_dict(plan, named), self.source.trace_id)
+        in_profiles = {name: self.source.of(f"cgpass: {direction} {name}") for name in named}
+        owner = self.owner(self.target.device) if self.target.records else None
+        executor = Executor(plan, owner, in_profiles)
+        runs = {
+            step.name: telemetry.PartitionRun(step.run.stats, step.run.notes, step.run.reasons)
+            for step in plan.steps
+            if isinstance(step.run, PartitionRunner)
+        }
+        telemetry.add_run(graph, telemetry.GraphRun(executor.tally, runs, weakref.ref(executor)))
+
+        def call(args: list[Any]) -> list[Any]:
+            return executor(args)
+
+        setattr(call, "executor", executor)  # noqa: B010  for whole training steps
+        return torch_private.mark_boxed(call)
 
     def _compile_part(self, name: str, gm: fx.GraphModule, graph: int) -> Any:
         if not name.startswith("captured"):
             return self._eager(gm)
-        infos = self._infos(gm)
+        infos = input_infos(gm, self.kinds, self.names)
         static = [i for i, info in enumerate(infos) if info.kind is InputKind.STATIC]
         original = self._kept(gm)
         fn = self.compiler.captured(gm, static)
@@ -126,42 +221,14 @@ class GraphBuilder:
         return self._runner(name, fn, infos, original, graph)
 
     def _eager(self, gm: fx.GraphModule) -> Boxed:
-        """A partition that no graph can hold; Inductor compiles what means nothing as aten operators."""
-        if not any(map(is_inductor_random, gm.graph.nodes)):
-            return self.compiler.eager(gm)
-        context = self._context("eager partition")
-        outlined, parts = _outline(gm, context, eager_passes())
-        runs = {
-            name: self.compiler.captured(part, ())
-            if name.startswith("captured")
-            else self.compiler.eager(part)
-            for name, part in parts.items()
-        }
-        return _boxed(Executor(build_plan(outlined, runs, frozenset()), None))
-
-    def _context(self, stage: str) -> PassContext:
-        return PassContext(
-            device=self.target.device,
-            stage=stage,
-            direction=self.compiler.direction,
-            trace_id=self.source.trace_id,
-        )
+        """A partition that no graph can hold; Inductor's, if it draws as only Inductor's kernels do."""
+        if any(map(is_inductor_random, gm.graph.nodes)):
+            return self.compiler.captured(gm, ())
+        return self.compiler.eager(gm)
 
     def _kept(self, gm: fx.GraphModule) -> fx.GraphModule:
         """`gm` as it is now: Inductor changes the graph that it compiles."""
         return copy_of(gm) if self.compiler.opaque and self.target.records else gm
-
-    def _infos(self, gm: fx.GraphModule) -> tuple[InputInfo, ...]:
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        kinds = [self.kinds.get(node.name, InputKind.COPIED) for node in placeholders]
-        return input_infos(
-            gm,
-            static=[i for i, kind in enumerate(kinds) if kind is InputKind.STATIC],
-            pooled=[
-                n.name for n, k in zip(placeholders, kinds, strict=True) if k is InputKind.POOLED
-            ],
-            names=self.names,
-        )
 
     def _runner(
         self,
@@ -174,15 +241,14 @@ class GraphBuilder:
     ) -> PartitionRunner:
         """Return what runs a captured partition."""
         named = f"{self.compiler.direction} {name}"
-        # Of what communicates, other processes take no part in the runs that find the culprit.
         communicates = any(map(is_collective, original.graph.nodes))
         owner = self.owner(self.target.device)
         on_failure = FailedCapture(
-            original,
-            graph,
-            name,
-            self.failed,
-            None if communicates else owner.driver,
+            gm=original,
+            graph=graph,
+            name=name,
+            operators=self.failed,
+            driver=None if communicates else owner.driver,
             what=self.source.of(named),
             refuses=self.options.on_skip == "raise",
             as_traced=inputs_as_traced(original, otherwise)(list),
@@ -200,18 +266,22 @@ class GraphBuilder:
             communicates=communicates,
         )
 
-    def _add_summary(self, partitions: tuple[PartitionSummary, ...]) -> int:
-        records = self.target.records
-        summary = GraphSummary(
+    def _summary(self, partitions: tuple[PartitionSummary, ...], **about: Any) -> GraphSummary:
+        return GraphSummary(
             self.compiler.direction,
-            partitions if records else (),
-            skip=None if records else OFF,
-            num_ops=0 if records else sum(part.num_ops for part in partitions),
+            partitions,
             place=self.source.place,
             function=self.function,
             graph_break=self.graph_break,
-            driver=self.target.driver,
+            **about,
         )
+
+    def _add_summary(self, partitions: tuple[PartitionSummary, ...]) -> int:
+        if self.target.records:
+            summary = self._summary(partitions, driver=self.target.driver)
+        else:
+            ops = sum(part.num_ops for part in partitions)
+            summary = self._summary((), skip=_OFF, num_ops=ops)
         log.info("%s", str(summary).splitlines()[0])
         return telemetry.add_graph(summary)
 
@@ -220,65 +290,30 @@ class GraphBuilder:
         text = f"compiling {self.source.of(self.compiler.direction)}{which}"
         return progress.shown(text, self.options.progress)
 
-    def _in_profiles(self, parts: Iterable[str]) -> dict[str, str]:
-        """Return what profiles call partitions, by their names in a plan."""
-        return {name: self.source.of(f"cgpass: {self.compiler.direction} {name}") for name in parts}
 
-    def _trace_plan(self, plan: Plan, parts: Sequence[PartitionSummary]) -> None:
-        named = {part.name: part for part in parts}
-        name = f"{self.compiler.direction}_plan"
-        tracing.add_json(name, lambda: plan_as_dict(plan, named), self.source.trace_id)
-
-
-def _reasons_by_part(gm: fx.GraphModule) -> dict[str, list[Reason]]:
-    """Return why each eager partition of a tagged graph is not captured, by the partition's name."""
+def _summaries(
+    gm: fx.GraphModule, parts: Mapping[str, fx.GraphModule]
+) -> tuple[PartitionSummary, ...]:
+    """Return a summary for each part of a tagged graph."""
     reasons: dict[str, list[Reason]] = {}
     for node in gm.graph.nodes:
-        why = get_reason(node)
-        if why is not None:
+        if (why := get_reason(node)) is not None:
             reasons.setdefault(str(get_tag(node)), []).append(why)
-    return reasons
-
-
-def _part_summaries(
-    parts: Mapping[str, fx.GraphModule], reasons: Mapping[str, Sequence[Reason]]
-) -> tuple[PartitionSummary, ...]:
-    """Return a summary for each part."""
     return tuple(
         PartitionSummary(
-            name, name.startswith("captured"), num_ops(gm), tuple(reasons.get(name, ()))
+            name, name.startswith("captured"), num_ops(part), tuple(reasons.get(name, ()))
         )
-        for name, gm in parts.items()
+        for name, part in parts.items()
     )
 
 
-def _outline(
-    gm: fx.GraphModule, context: PassContext, passes: Sequence[Pass]
-) -> tuple[fx.GraphModule, dict[str, fx.GraphModule]]:
-    outlined = run_passes(passes, gm, context).gm
-    parts = {
-        name: module
-        for name, module in outlined.named_children()
-        if isinstance(module, fx.GraphModule)
-    }
-    return outlined, parts
+def _counted(graph: int, fn: Boxed) -> Boxed:
+    """Wrap a compiled graph of which nothing is captured, so that its calls are counted."""
+    tally = CallStats()
 
+    def call(args: list[Any]) -> Any:
+        tally.calls += 1
+        return fn(args)
 
-def _tracked(executor: Executor, graph: int) -> Boxed:
-    """A callable that telemetry knows of."""
-    parts = {
-        step.name: telemetry.PartitionRun(step.run.stats, step.run.history.notes, step.run.reasons)
-        for step in executor.plan.steps
-        if isinstance(step.run, PartitionRunner)
-    }
-    run = telemetry.GraphRun(executor.tally, parts, weakref.ref(executor))
-    telemetry.add_run(graph, run)
-    return _boxed(executor)
-
-
-def _boxed(executor: Executor) -> Boxed:
-    def call(args: list[Any]) -> list[Any]:
-        return executor(args)
-
-    setattr(call, "executor", executor)  # noqa: B010  for whole training steps
+    telemetry.add_run(graph, telemetry.GraphRun(tally, {}, weakref.ref(call)))
     return torch_private.mark_boxed(call)

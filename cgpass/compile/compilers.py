@@ -12,10 +12,8 @@ from cgpass import torch_private
 from cgpass.compile.facts.inputs import seed_positions
 from cgpass.compile.facts.values import graph_outputs
 from cgpass.compile.layouts import Boxed, keep_contiguous, outputs_as_traced
+from cgpass.compile.passes.base import Direction
 from cgpass.runtime.rng import read_on_the_host
-
-Direction = Literal["forward", "backward", "inference"]
-"""Which of a function's graphs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,15 +31,15 @@ from cgpass.telemetry.summaries import PartitionSummary
 
 log = logging.getLogger(__name__)
 
-_Found = dict[str, tuple[str, str]]
-"""By operator, code and detail of a `Reason`."""
+_Why = tuple[str, str]
+"""Code and detail of a `Reason`."""
 
 
 @dataclass
 class _Known:
     """All that is known of one code."""
 
-    operators: _Found = field(default_factory=dict)
+    operators: dict[str, _Why] = field(default_factory=dict)
     replaced: list[int] = field(default_factory=list)
     """Functions that were to be compiled again and were not yet, as telemetry numbers them."""
 
@@ -55,7 +55,7 @@ def forget_all() -> None:
 class FailedOperators:
     """Operators of one function that failed to be captured. See Note [A failed capture]."""
 
-    def __init__(self, function: int | None = None) -> None:
+    def __init__(self, function: int) -> None:
         self._function = function
         code = torch_private.compiled_code()
         self._code = None if code is None else weakref.ref(code)  # whose caches keep all this alive
@@ -76,22 +76,20 @@ class FailedOperators:
             if node.op == "call_function" and (found := self._operators.get(_name(node))):
                 node.meta[PROVEN] = found
 
-    def add(self, found: Mapping[fx.Node, tuple[str, str]]) -> bool:
-        """Add some, and have the function compiled again; returns whether it will be."""
-        operators = {_name(node): why for node, why in found.items()}
+    def add(self, node: fx.Node, why: _Why) -> bool:
+        """Add the operator of a node, and have the function compiled again; returns whether it will be."""
         code = None if self._code is None else self._code()
         if (
             code is None
             or self._compile_id is None
-            or operators.keys() <= self._operators.keys()
+            or _name(node) in self._operators
             or self._communicates
             or not torch_private.compile_again(code, self._compile_id)
         ):
             return False
         known = _known.setdefault(code, _Known())
-        known.operators.update(operators)
-        if self._function is not None:
-            known.replaced.append(self._function)
+        known.operators[_name(node)] = why
+        known.replaced.append(self._function)
         return True
 
 
@@ -99,90 +97,71 @@ def _name(node: fx.Node) -> str:
     return str(values.called(node)[0])
 
 
+@dataclass(frozen=True, kw_only=True)
 class FailedCapture:
-    """Answers `PartitionRunner` about a failed capture of one partition. See `failures.OnFailure`.
+    """Answers `PartitionRunner` about a failed capture of one partition. See `failures.OnFailure`."""
 
-    `graph` and `name` are the partition's in what telemetry knows.
-    """
-
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        graph: int,
-        name: str,
-        operators: FailedOperators,
-        driver: GraphDriver | None,
-        *,
-        what: str,
-        refuses: bool,
-        as_traced: Callable[[list[Any]], Sequence[Any]] = list,
-    ) -> None:
-        self._gm = gm
-        self._graph = graph
-        self._name = name
-        self._num_ops = values.num_ops(gm)
-        self._operators = operators
-        self._driver = driver
-        self._what = what
-        self._refuses = refuses
-        self._as_traced = as_traced
+    gm: fx.GraphModule
+    graph: int
+    name: str
+    """The graph's and the partition's in what telemetry knows."""
+    operators: FailedOperators
+    driver: GraphDriver | None
+    """None if other processes take part, so that no search can run it."""
+    what: str
+    refuses: bool
+    as_traced: Callable[[list[Any]], Sequence[Any]]
 
     def __call__(self, args: list[Any], error: Exception) -> Outcome:
         """See `OnFailure`."""
-        finding = self._search(args)
-        if finding.culprits:
-            return self._blame(finding.culprits, error)
+        finding = Finding(clean=False)
+        if self.driver is not None:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                finding = find_culprit(self.gm, list(self.as_traced(list(args))), self.driver)
+        if finding.culprit is not None:
+            return self._blame(finding.culprit, finding.why, error)
         if finding.clean and not is_capture_error(error):
             raise error  # it comes from neither the partition nor the capture
         why = first_line(error)
-        self._runs_plainly([Reason("capture", "", why, OTHER_FIXES["capture"], spans(self._gm))])
+        self._runs_plainly(Reason("capture", "", why, OTHER_FIXES["capture"], spans(self.gm)))
         return Outcome(why)
 
     def forget(self) -> None:
         """See `OnFailure`."""
-        part = PartitionSummary(self._name, True, self._num_ops)
-        telemetry.replace_partition(self._graph, part)
+        part = PartitionSummary(self.name, True, values.num_ops(self.gm))
+        telemetry.replace_partition(self.graph, part)
 
-    def _search(self, args: list[Any]) -> "Finding":
-        if self._driver is None:
-            return Finding(clean=False)
-        with contextlib.suppress(torch.OutOfMemoryError):
-            return find_culprits(self._gm, list(self._as_traced(list(args))), self._driver)
-        return Finding(clean=False)
-
-    def _blame(self, culprits: Mapping[fx.Node, tuple[str, str]], error: Exception) -> Outcome:
-        for node, found in culprits.items():
-            node.meta[PROVEN] = found
-        found = (why_not_capturable(node, torch.device("meta")) for node in culprits)
-        reasons = [reason for reason in found if reason is not None]
-        why = "; ".join(dict.fromkeys(map(str, reasons)))
-        self._runs_plainly(reasons)
-        if self._refuses:
+    def _blame(self, culprit: fx.Node, found: _Why, error: Exception) -> Outcome:
+        culprit.meta[PROVEN] = found
+        reason = why_not_capturable(culprit, torch.device("meta"))
+        assert reason is not None
+        self._runs_plainly(reason)
+        if self.refuses:
             raise CaptureError(
-                f'{self._what} can\'t be captured as a whole, and on_skip="raise" refuses its calls; with "warn" all but '
-                f"this would be captured: {why}"
+                f'{self.what} can\'t be captured as a whole, and on_skip="raise" refuses its calls; with "warn" all but '
+                f"this would be captured: {reason}"
             ) from error
-        return Outcome(why, again=self._operators.add(culprits))
+        return Outcome(str(reason), again=self.operators.add(culprit, found))
 
-    def _runs_plainly(self, reasons: Sequence[Reason]) -> None:
-        if self._refuses:
-            refuses = 'on_skip="raise" refuses its calls: {}'
-            reasons = [replace(each, detail=refuses.format(each.detail)) for each in reasons]
-        part = PartitionSummary(self._name, False, self._num_ops, tuple(reasons))
-        telemetry.replace_partition(self._graph, part)
+    def _runs_plainly(self, reason: Reason) -> None:
+        if self.refuses:
+            detail = f'on_skip="raise" refuses its calls: {reason.detail}'
+            reason = replace(reason, detail=detail)
+        part = PartitionSummary(self.name, False, values.num_ops(self.gm), (reason,))
+        telemetry.replace_partition(self.graph, part)
 
 
 @dataclass(frozen=True)
 class Finding:
     """The result of running a partition operator by operator."""
 
-    culprits: Mapping[fx.Node, tuple[str, str]] = field(default_factory=dict)
-    """Code and detail of a `Reason` for each operator found."""
+    culprit: fx.Node | None = None
+    why: _Why = ("", "")
     clean: bool = True
     """True if everything ran as it should, so that nothing is wrong with the partition."""
 
 
-def find_culprits(gm: fx.GraphModule, args: Sequence[Any], driver: GraphDriver) -> Finding:
+def find_culprit(gm: fx.GraphModule, args: Sequence[Any], driver: GraphDriver) -> Finding:
     """Run a partition operator by operator: once without a graph, then in a capture, to see at which it fails.
 
     What the partition writes is copied first, and generators are where they were.
@@ -208,7 +187,8 @@ def find_culprits(gm: fx.GraphModule, args: Sequence[Any], driver: GraphDriver) 
                 or node.op != "call_function"
             ):
                 return Finding(clean=False)
-            return Finding({node: ("failed_capture", f"capturing it failed ({first_line(error)})")})
+            why = "failed_capture", f"capturing it failed ({first_line(error)})"
+            return Finding(node, why)
         del outputs
         graph.reset()
         return Finding()

@@ -4,33 +4,21 @@ Inductor chooses the layout of what is nobody's but other graphs': the backward 
 Partitions of one graph are compiled for what it was traced with.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from typing import Any, Final
+import functools
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
 from cgpass.compile.facts.values import graph_outputs, symbol_of
-from cgpass.runtime import fast
 from cgpass.runtime.inputs import copy_all
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 """Takes one list of inputs, which it may empty, and returns a sequence of outputs."""
 _Place = tuple[int, int | None]
 """An input, and the dimension of a tensor."""
-_Move = tuple[int, tuple[int, ...]]
-"""A position, and the strides that the tensor there is to have."""
-_SIZES_KEPT: Final = 256
-"""Combinations of sizes and layouts for which the moves are known."""
-
-
-def _geometry(values: Sequence[Any], positions: tuple[int, ...]) -> object:
-    """Something that is equal for equal sizes and strides; in Python where nothing is recorded."""
-    if fast.is_loaded:
-        return fast.geometry(values, positions)
-    found = [values[i] for i in positions]
-    return tuple([(x.size(), x.stride()) if isinstance(x, torch.Tensor) else None for x in found])
 
 
 class _Traced:
@@ -49,9 +37,7 @@ class _Traced:
         symbols = {symbol for s in used for symbol in s.free_symbols}
         # now: compiling may replace symbols by numbers
         self._places = {s: place for s, place in _bindings(gm).items() if s in symbols}
-        self._positions = tuple(self._wanted)
-        self._moves: dict[tuple[tuple[int, ...], object], list[_Move]] = {}
-        """By sizes and geometry, which to lay out anew and with which strides."""
+        self._strides = functools.lru_cache(self._find_strides)
 
     def sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
         """Return what the strides depend on, of a call's inputs."""
@@ -61,25 +47,22 @@ class _Traced:
 
     def lay_out(self, values: list[Any], sizes: tuple[int, ...]) -> None:
         """Have tensors lie as traced, each copied if it doesn't."""
-        found = (sizes, _geometry(values, self._positions))
-        moves = self._moves.get(found)
-        if moves is None:
-            if len(self._moves) >= _SIZES_KEPT:
-                del self._moves[next(iter(self._moves))]
-            moves = self._moves[found] = list(self._find_moves(values, sizes))
-        _move(values, moves)
+        for i, stride in self._strides(sizes).items():
+            if isinstance(values[i], torch.Tensor) and not _lies(values[i], stride):
+                values[i] = _copied(values[i], stride)
 
-    def _find_moves(self, values: list[Any], sizes: tuple[int, ...]) -> Iterator[_Move]:
+    def _find_strides(self, sizes: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+        """Strides by position, without those that depend on data."""
         known = dict(zip(self._places, map(sympy.Integer, sizes), strict=True))
-        for i, wanted in self._wanted.items():
-            if not isinstance(values[i], torch.Tensor):
-                continue
-            strides = [s if isinstance(s, int) else s.xreplace(known) for s in wanted]
-            if not all(isinstance(s, int | sympy.Integer) for s in strides):
-                continue  # they depend on data
-            stride = tuple(map(int, strides))
-            if not _same(values[i].size(), values[i].stride(), stride):
-                yield i, stride
+        found = {
+            i: [s if isinstance(s, int) else s.xreplace(known) for s in strides]
+            for i, strides in self._wanted.items()
+        }
+        return {
+            i: tuple(map(int, strides))
+            for i, strides in found.items()
+            if all(isinstance(s, int | sympy.Integer) for s in strides)
+        }
 
 
 def outputs_as_traced(gm: fx.GraphModule) -> Callable[[Boxed], Boxed]:
@@ -144,30 +127,23 @@ def _bindings(gm: fx.GraphModule) -> dict[sympy.Symbol, _Place]:
     return places
 
 
-def _same(size: Sequence[int], stride: Sequence[int], other: Sequence[int]) -> bool:
-    """Tell if two layouts of one size are the same: no element is reached by strides of dimensions of size 1."""
-    if 0 in size:
+def _lies(tensor: torch.Tensor, stride: Sequence[int]) -> bool:
+    """Tell if a tensor is laid out so: no element is reached by strides of dimensions of size 1."""
+    if tensor.numel() == 0:
         return True
-    return all(n == 1 or a == b for n, a, b in zip(size, stride, other, strict=True))
+    dimensions = zip(tensor.size(), tensor.stride(), stride, strict=True)
+    return all(n == 1 or a == b for n, a, b in dimensions)
 
 
-def _move(values: list[Any], moves: Sequence[_Move]) -> None:
-    """Put copies with these strides in the place of tensors, all made by one call for each dtype."""
-    by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for i, stride in moves:
-        value = values[i]
-        values[i] = target = torch.empty_strided(
-            value.size(), stride, dtype=value.dtype, device=value.device
-        )
-        if 0 in stride:  # all along it are one element
-            for d, step in enumerate(stride):
-                if step == 0:
-                    target, value = target.narrow(d, 0, 1), value.narrow(d, 0, 1)
-        targets, sources = by_dtype.setdefault(target.dtype, ([], []))
-        targets.append(target)
-        sources.append(value)
-    for targets, sources in by_dtype.values():
-        copy_all(targets, sources)
+def _copied(value: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """A copy with these strides."""
+    copy = torch.empty_strided(value.size(), stride, dtype=value.dtype, device=value.device)
+    target = copy
+    for d, step in enumerate(stride):
+        if step == 0:  # all along it are one element
+            target, value = target.narrow(d, 0, 1), value.narrow(d, 0, 1)
+    copy_all([target], [value])
+    return copy
 
 
 def keep_contiguous(gm: fx.GraphModule, positions: Container[int]) -> None:

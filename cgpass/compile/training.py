@@ -17,7 +17,6 @@ from torch import fx
 
 from cgpass import torch_private
 from cgpass.compile.compilers import Boxed
-from cgpass.errors import DoubleBackwardError
 from cgpass.runtime import fast
 
 
@@ -35,6 +34,8 @@ _TWICE_WITHOUT_DETERMINISM = (
     "This compiled backward function is being run with torch.use_deterministic_algorithms(True), but it was previously "
     "generated during the forward function while torch.use_deterministic_algorithms(False) was set."
 )
+
+_DOUBLE_BACKWARD = "torch.compile with aot_autograd does not currently support double backward"
 
 _WRAPPED = (
     "AOTAutograd does more around the function than to call it, as where a result is a view or a detach() of another one "
@@ -172,7 +173,7 @@ def _noted(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 def _run(fn: Boxed, args: list[Any]) -> Sequence[Any]:
     """Call a graph as AOTAutograd does: autograd sees nothing of it, autocast was traced into it."""
-    with torch.no_grad(), torch._C._DisableAutocast():
+    with torch.no_grad(), torch_private.autocast_off():
         return fn(args)
 
 
@@ -182,6 +183,6 @@ def _run_backward(
 ) -> Sequence[Any]:
     """See `fast.attach`. A backward may be called in what Dynamo runs, and would be traced."""
     if saved is None or grads is None:
-        raise DoubleBackwardError
+        raise RuntimeError(_DOUBLE_BACKWARD)
     call, numbers = rest
     return call.run_backward(numbers, saved, grads)

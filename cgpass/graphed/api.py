@@ -1,32 +1,24 @@
 """`cgpass.make_graphed_callables`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from cgpass.errors import DriverUnavailableError, GraphedArgumentError
 from cgpass.graphed.binding import Binding
-from cgpass.graphed.callables import GraphedFunction, Group
-from cgpass.graphed.hooks import WARM_UP, HookSet, capture_time_hooks
-from cgpass.graphed.modules import with_forward
-from cgpass.graphed.options import GraphedOptions
+from cgpass.graphed.callables import GraphedFunction
+from cgpass.graphed.modules import Target
+from cgpass.graphed.options import GraphedOptions, Hooks, run_hook
 from cgpass.graphed.pair import Pair
-from cgpass.graphed.schedule import Schedule, interleaved, simple
-from cgpass.graphed.target import Target
+from cgpass.graphed.schedule import Schedule, schedule_of
 from cgpass.graphed.warmup import Pass, prepared
 from cgpass.options import current_defaults
 from cgpass.runtime import native
 from cgpass.runtime.changes import mend, open_modes
-from cgpass.runtime.driver import CUDADriver
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.simulated import SimulatedDriver
-from cgpass.telemetry import new_call_stats
-
-if TYPE_CHECKING:
-    from cgpass.runtime.driver import GraphDriver
+from cgpass.runtime.simulated import driver_for
 
 
 def make_graphed_callables(
@@ -64,15 +56,15 @@ def make_graphed_callables(
         options: Everything else; see `GraphedOptions`.
 
     Returns:
-        A function for each function and a module for each module (a shallow copy which shares parameters, buffers and
-        submodules, unless `patch_modules`), or a function for each sample if there is an order; a tuple if `callables`
-        is one. Each has `reset()`, which frees its graphs until the next call, and `close()`, for good. A module in
-        the other mode (training or eval) than it was recorded in runs without a graph.
+        A function for each function and a module for each module (a shallow copy of a subclass, which shares parameters,
+        buffers and submodules), or a function for each sample if there is an order; a tuple if `callables` is one. Each
+        has `reset()`, which frees its graphs until the next call, and `close()`, for good. What is in another mode
+        (training or eval) than it was recorded in runs without a graph.
         **Lifetime:** what they return, and gradients, is the caller's own: no later call changes it.
 
     Raises:
-        GraphedArgumentError: Callables or samples can't be used, or something gets no gradient.
-        ScheduleError: The order can't be run.
+        GraphedArgumentError: Callables or samples can't be used.
+        ScheduleError: The order can't be run, or there are not as many samples as it takes.
         OptionError: An unknown option or a bad value.
         HookError: A hook returned something.
         CaptureError: A callable can't be captured; random number states, gradients and buffers are as before.
@@ -85,92 +77,81 @@ def make_graphed_callables(
     if sample_kwargs is not None:
         form = "a dict with names for keys"
         kwargs = _each("sample_kwargs", sample_kwargs, _is_kwargs, form, several, len(args))
-    schedule = _schedule(len(fns), len(args), given)
     if not fns:
         return ()
-    capture_hooks = capture_time_hooks(given.capture_time_hooks, len(fns))
-    around_warmups = HookSet(given.warmup_hooks, WARM_UP, "warmup_hooks")
+    schedule = schedule_of((1, -1) if given.order is None else given.order, len(fns), len(args))
+    hooks = given.capture_time_hooks
+    hooks = [None] * len(fns) if hooks is None else hooks
+    if len(hooks) != len(fns):
+        raise GraphedArgumentError(
+            f"make_graphed_callables: capture_time_hooks has {len(hooks)} entries for {len(fns)} callables. Give one each, "
+            "None where there is nothing to run."
+        )
     named: list[Any] = [()] * len(fns)
     if not several or not _is_tuple(modules) or modules:
         form = "a tuple of the modules that a function uses, as in modules=(model,)"
         named = _each("modules", modules, _are_modules, form, several, len(fns))
-    targets = [Target(fn, named[i], i if several else None) for i, fn in enumerate(fns)]
+    by_module = given.order is None
+    targets = [
+        Target(fn, named[i], i if several else None, copied=by_module) for i, fn in enumerate(fns)
+    ]
     device = _device((args, kwargs), targets)
-    by_module = given.order is None  # what is returned looks at its module's mode itself
-    find_statics = [partial(target.statics, device, moded=not by_module) for target in targets]
-    statics = [find() for find in find_statics]
     passes = [
         Pass(
-            name=targets[i].name,
-            run=targets[i].plain(patch=given.patch_modules),
-            hooked=fns[i],
-            binding=Binding(targets[i].name, tuple(args[number]), kwargs[number], device),
-            statics=statics[i],
-            find_statics=find_statics[i],
-            hooks=capture_hooks[i],
-            options=given,
-            stats=new_call_stats(targets[i].name),
-            with_grad=torch.is_grad_enabled(),
-            backward_dw=targets[i].backward_dw,
+            targets[i],
+            Binding(targets[i].name, tuple(args[number]), kwargs[number], device),
+            hooks[i],
+            given,
         )
         for number, i in enumerate(schedule.callables)
     ]
-    group = _group(given, device)  # after all that may refuse
-    functions = [GraphedFunction(each, group) for each in passes]
-    if group is not None:
-        _record(group, schedule, passes, functions, around_warmups)
+    owner = _owner(given, device)  # after all that may refuse
+    functions = [GraphedFunction(each, owner) for each in passes]
+    if owner is not None:
+        _record(owner, schedule, functions, given.warmup_hooks)
     results: list[Any] = list(functions)
     for number, i in enumerate(schedule.callables):
-        module = targets[i].module
-        if given.order is None and module is not None:
-            results[number] = with_forward(module, functions[number], patch=given.patch_modules)
+        if by_module and targets[i].is_module:
+            results[number] = targets[i].graphed(functions[number])
     return tuple(results) if several else results[0]
 
 
 def _record(
-    group: Group,
+    owner: Owner,
     schedule: Schedule,
-    passes: list[Pass],
     functions: list[GraphedFunction],
-    around_warmups: HookSet,
+    around_warmups: Hooks | None,
 ) -> None:
-    """Warm every forward up, with its backward, and record all."""
-    owner = group.owner
+    """Warm every forward up, with its backward, and record all, with what is held meanwhile as in a training step.
+
+    Results and saved tensors are held until their backward, gradients until the next one, and those of each callable's
+    first backward to the end: whatever is recorded meanwhile lies elsewhere.
+    """
+    passes = [function.description for function in functions]
+    held: dict[int, tuple[Any, ...]] = {}
+    grads: dict[int, Any] = {}
     try:
         with prepared(passes[0], owner.driver.device), owner.lock, torch.no_grad():
             pairs = [Pair(d, owner, None if d.backward_dw else 0) for d in passes]
-            around_warmups.run("pre_warmup")
-            for number in schedule.forwards:
+            run_hook(around_warmups, "pre_warmup")
+            for number in [number for is_forward, number in schedule.steps if is_forward]:
                 d, states = passes[number], pairs[number].states
                 d.warm_up(owner.driver, states, d.options.num_warmup_iters, pool=True)
-            around_warmups.run("post_warmup")
-            _record_all(schedule, pairs)
+            run_hook(around_warmups, "post_warmup")
+            for is_forward, number in schedule.steps:
+                if is_forward:
+                    held[number] = pairs[number].record_forward()
+                    continue
+                if pairs[number].graph.with_grad:
+                    found = grads[-1] = pairs[number].record_backward(*held[number])
+                    grads.setdefault(schedule.callables[number], found)
+                del held[number]
             for function, pair in zip(functions, pairs, strict=True):
                 function.add(pair)
     except BaseException:
         mend(open_modes)
         owner.close()
         raise
-
-
-def _record_all(schedule: Schedule, pairs: list[Pair]) -> None:
-    """Record every forward and backward, with what is held meanwhile as in a training step.
-
-    Results and saved tensors are held until their backward, gradients until the next one, and those of each callable's
-    first backward to the end: whatever is recorded meanwhile lies elsewhere.
-    """
-    held: dict[int, tuple[Any, ...]] = {}
-    grads: dict[int, Any] = {}
-    for step in schedule.steps:
-        pair, number = pairs[step.number], step.number
-        if step.forward:
-            held[number] = pair.record_for_samples()
-            continue
-        results, saved, members = held.pop(number)
-        if pair.graph.with_grad:
-            found = grads[-1] = pair.record_backward(saved, members)
-            grads.setdefault(schedule.callables[number], found)
-        del results
 
 
 def _each(
@@ -186,12 +167,10 @@ def _each(
     if not _is_tuple(found) or not all(map(fits, found)) or len(found) != (count or len(found)):
         entries = given if _is_tuple(given) else ()
         inner = " of " * bool(entries) + ", ".join(type(each).__name__ for each in entries[:5])
-        wanted = f"{count} of these in a tuple" if count else "one of these for each in a tuple"
+        number = f"{count} of these" if count else "one of these for each"
+        wanted = f", and {number} in a tuple" if several else ""
         raise GraphedArgumentError(
-            f"make_graphed_callables: {what} must be {form}"
-            + f", and {wanted}" * several
-            + ", got "
-            f"{type(given).__name__}{inner}."
+            f"make_graphed_callables: {what} must be {form}{wanted}, got {type(given).__name__}{inner}."
         )
     return list(found)
 
@@ -208,17 +187,6 @@ def _are_modules(value: Any) -> bool:
     return _is_tuple(value) and all(isinstance(module, torch.nn.Module) for module in value)
 
 
-def _schedule(num_callables: int, num_samples: int, options: GraphedOptions) -> Schedule:
-    if options.order is not None:
-        return interleaved(options.order, num_callables, num_samples, options.num_layers_per_chunk)
-    if num_samples != num_callables:
-        raise GraphedArgumentError(
-            f"make_graphed_callables: {num_callables} callables, but {num_samples} samples. Give one tuple of arguments "
-            "for each."
-        )
-    return simple(num_callables)
-
-
 def _device(samples: Any, targets: Sequence[Target]) -> torch.device:
     tensors = [leaf for leaf in pytree.tree_leaves(samples) if isinstance(leaf, torch.Tensor)]
     for module in [module for target in targets for module in target.modules]:
@@ -230,20 +198,13 @@ def _device(samples: Any, targets: Sequence[Target]) -> torch.device:
     return tensors[0].device
 
 
-def _group(options: GraphedOptions, device: torch.device) -> Group | None:
+def _owner(options: GraphedOptions, device: torch.device) -> Owner | None:
     """Return what records; None if nothing is to be recorded."""
-    driver: GraphDriver
-    if options.driver == "none" or (options.driver == "auto" and device.type != "cuda"):
+    pool = getattr(options.pool, "id", options.pool)
+    try:
+        driver = driver_for(options.driver, device, pool=pool, stream=options.stream)
+    except DriverUnavailableError as error:
+        raise DriverUnavailableError(f"make_graphed_callables: {error}") from None
+    if driver is None:
         return None
-    if options.driver == "simulated" and device.type == "cpu":
-        driver = SimulatedDriver(device)
-    elif options.driver != "simulated" and device.type == "cuda":
-        pool = getattr(options.pool, "id", options.pool)
-        driver = CUDADriver(device, pool=pool, stream=options.stream)
-    else:
-        raise DriverUnavailableError(
-            f'make_graphed_callables: driver="{options.driver}" can\'t record on {device}; use driver="auto".'
-        )
-    if not native.loader.wait(current_defaults().progress):
-        return None
-    return Group(Owner(driver))
+    return Owner(driver) if native.loader.wait(current_defaults().progress) else None

@@ -1,13 +1,13 @@
-"""`Binding`: how a call's arguments fit the sample that a callable was recorded with."""
+"""Arguments and results: how a call's fit the sample that a callable was recorded with, how results are made anew."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from cgpass.errors import InputError
-from cgpass.graphed.values import equal, firsts
 from cgpass.runtime import fast
 from cgpass.runtime.inputs import check_tensor, overlaps_itself
 
@@ -32,16 +32,13 @@ class Binding:
         """
         self._name = name
         self.device = device
-        self._keys = dict.fromkeys(kwargs).keys()
-        self._num_args = len(args)
-        self._names, leaves, self._spec = _flattened(args, kwargs)
-        self._is_flat = len(leaves) == len(args) + len(kwargs) and all(
-            leaf is arg for leaf, arg in zip(leaves, [*args, *kwargs.values()], strict=True)
-        )
+        leaves, self._spec = _flattened(args, kwargs)
+        self._names = _names(args, kwargs, len(leaves))
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._constants = [(i, v) for i, v in enumerate(leaves) if i not in self._places]
-        self._is_simple = self._is_flat and not self._constants and not kwargs
-        """True if the arguments are nothing but tensors."""
+        is_simple = not kwargs and all(isinstance(arg, torch.Tensor) for arg in args)
+        self._num_tensors = len(args) if is_simple else -1
+        """How many arguments there are, if these are tensors, not given by keyword."""
         tensors: list[torch.Tensor] = [leaves[i] for i in self._places]
         for i, tensor in zip(self._places, tensors, strict=True):
             check_tensor(f"{name}: {self._names[i]}", tensor, device)
@@ -80,22 +77,14 @@ class Binding:
 
     def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """Return what is in the places of the sample's tensors."""
-        if self._is_simple and len(args) == self._num_args and not kwargs:
+        if len(args) == self._num_tensors and not kwargs:
             return list(args)
-        if len(args) != self._num_args or kwargs.keys() != self._keys:
+        leaves, spec = _flattened(args, kwargs)
+        if spec != self._spec:
             raise InputError(
-                f"{self._name}: recorded with {self._num_args} positional arguments{_keywords(self._keys)}, called with "
-                f"{len(args)}{_keywords(kwargs)}. Call it just as the sample does."
+                f"{self._name}: called with arguments of another structure than the sample's. Expected {self._spec}, got "
+                f"{spec}. Call it just as the sample does, dictionaries' keys in the same order."
             )
-        given = {key: kwargs[key] for key in self._keys}
-        leaves: list[Any] = [*args, *given.values()]
-        if not self._is_flat:
-            leaves, spec = pytree.tree_flatten((args, given))
-            if spec != self._spec:
-                raise InputError(
-                    f"{self._name}: the arguments have another structure than the sample had: expected {self._spec}, "
-                    f"got {spec}. Call it just as the sample does, dictionaries' keys in the same order."
-                )
         for i, value in self._constants:
             if not equal(leaves[i], value):
                 raise InputError(
@@ -128,10 +117,12 @@ class Binding:
 def _described(value: Any, requires_grad: int) -> str:
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__}"
-    if value.layout is not torch.strided or value.is_nested:
-        return f"a {'nested tensor' if value.is_nested else value.layout}, and no dense one"
-    text = f"{list(value.shape)} {value.dtype} on {value.device}"
+    kind = "nested" if value.is_nested else str(value.layout)
+    text = f"{list(value.shape)} {value.dtype} on {value.device}" if kind == _DENSE else kind
     return f"{text} with requires_grad=True" if requires_grad else text
+
+
+_DENSE = str(torch.strided)
 
 
 def _dense(sample: torch.Tensor) -> torch.Tensor:
@@ -155,23 +146,81 @@ def _short(value: object) -> str:
 
 def _flattened(
     args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[list[str], list[Any], pytree.TreeSpec]:
-    """Names of all leaves, the leaves, and their structure."""
+) -> tuple[list[Any], pytree.TreeSpec]:
+    return pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
+
+
+def _names(args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int) -> list[str]:
+    """Return `args[0]`, `kwargs['mask']`, `args[1]['x'][0]`."""
     try:
-        pairs, spec = pytree.tree_flatten_with_path((args, dict(kwargs)))
+        pairs, _ = pytree.tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
     except ValueError:  # some node does not tell what its children are called
-        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-        return [f"leaf {n} of the arguments" for n in range(len(leaves))], leaves, spec
-    return [_name_of(path) for path, _ in pairs], [leaf for _, leaf in pairs], spec
+        return [f"leaf {n} of the arguments" for n in range(count)]
+    roots = ("args", "kwargs")
+    return [f"{roots[path[0].idx]}{pytree.keystr(path[1:])}" for path, _ in pairs]
 
 
-def _name_of(path: Sequence[Any]) -> str:
-    """`argument 0`, `argument 'mask'`, `argument 1['x'][0]`."""
-    _, key, *rest = path
-    inner = pytree.keystr(tuple(rest))
-    first = key.idx if isinstance(key, pytree.SequenceKey) else key.key
-    return f"argument {first!r}{inner}"
+@dataclass(frozen=True)
+class OutputStructure:
+    """How a callable's result is made of the graph's outputs."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    """Those that are no tensors, in their places."""
+    places: tuple[tuple[int, int], ...]
+    """Places of tensors, and which one is there: one that is there several times is one."""
+    plain: str = ""
+    """"tensor" or "tuple", where the result is only that."""
+
+    @classmethod
+    def of(cls, result: Any) -> "OutputStructure":
+        """The structure of a result; holds none of its tensors."""
+        leaves, spec = pytree.tree_flatten(result)
+        numbers: dict[int, int] = {}
+        places = tuple(
+            (i, numbers.setdefault(id(leaf), len(numbers)))
+            for i, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor)
+        )
+        plain = ""
+        if isinstance(result, torch.Tensor):
+            plain = "tensor"
+        elif type(result) is tuple and len(numbers) == len(result) == len(leaves):
+            plain = "tuple"
+        kept = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        return cls(spec, kept, places, plain)
+
+    def is_like(self, other: "OutputStructure") -> bool:
+        """Tell whether tensors are in the same places among as many leaves; these and the nodes may be others."""
+        return self.places == other.places and len(self.leaves) == len(other.leaves)
+
+    def build(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """A result with these tensors."""
+        if self.plain == "tensor":
+            return tensors[0]
+        if self.plain == "tuple":
+            return tuple(tensors)
+        leaves = list(self.leaves)
+        for place, number in self.places:
+            leaves[place] = tensors[number]
+        return pytree.tree_unflatten(leaves, self.spec)
 
 
-def _keywords(names: Iterable[str]) -> str:
-    return f" and {', '.join(names)} by keyword" if names else ""
+def firsts(objects: Sequence[Any]) -> list[int]:
+    """For each one the first position of the same object."""
+    known: dict[int, int] = {}
+    return [known.setdefault(id(each), i) for i, each in enumerate(objects)]
+
+
+def equal(a: object, b: object) -> bool:
+    """Tell whether two values are alike for a graph, which has the first in it: numbers of one type and sign."""
+    if a is b:
+        return True
+    if type(a) is not type(b) or isinstance(a, torch.nn.Module):
+        return False
+    if isinstance(a, float | complex):
+        return repr(a) == repr(b)
+    try:
+        return bool(a == b)
+    except Exception:  # what can't say whether it is equal isn't
+        return False

@@ -2,20 +2,19 @@
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from cgpass import torch_private
+from cgpass.errors import CaptureError
+from cgpass.graphed.modules import Statics
 from cgpass.graphed.pair import Pair, in_place
-from cgpass.graphed.statics import Statics
 from cgpass.graphed.warmup import Pass, prepared
 from cgpass.runtime import fast
 from cgpass.runtime.changes import mend, open_modes
 from cgpass.runtime.owner import Owner
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
@@ -23,35 +22,13 @@ Key = tuple[Statics, bytes, bytes]
 """Where parameters and buffers are found, where they lie, and which of them require grad."""
 
 
-class Group:
-    """The callables of one `make_graphed_callables`; a member of the owner of their recordings."""
-
-    def __init__(self, owner: Owner) -> None:
-        self.owner = owner
-        self.members: list[Callable[[], None]] = []
-        """Functions that free the recordings of each callable."""
-        owner.add(self)
-
-    def close(self) -> None:
-        """Free every recording."""
-        for free in self.members:
-            free()
-        if self.owner.closed:
-            self.members.clear()
-
-    forget_recordings = close
-
-    def forget_failures(self) -> None:
-        """Nothing to do: what a callable has used up goes with its recordings."""
-
-
 class GraphedFunction:
     """Runs one callable from its recordings, or without a graph where that would be wrong: see `_why_plain`."""
 
-    def __init__(self, description: Pass, group: Group | None) -> None:
-        """Args: description: what is called. group: what records; None to run without a graph always."""
-        self._pass = description
-        self._group = group
+    def __init__(self, description: Pass, owner: Owner | None) -> None:
+        """Args: description: what is called. owner: what records; None to run without a graph always."""
+        self.description = description
+        self._owner = owner
         self.ungraphed: Any = description.run
         """What runs the callable without a graph."""
         self.stats = description.stats
@@ -59,11 +36,14 @@ class GraphedFunction:
         self._pairs: dict[Key, list[Pair]] = {}
         self._last: Key | None = None
         self._num_rerecords = 0
-        self._device_type = "cpu" if group is None else group.owner.driver.device.type
+        self._device_type = "cpu" if owner is None else owner.driver.device.type
         self._settings = self._settings_now()
         self.__name__ = description.name
-        if group is not None:
-            group.members.append(self._free)
+        if owner is not None:
+            free = self._free
+            owner.add(
+                SimpleNamespace(close=free, forget_recordings=free, forget_failures=lambda: None)
+            )
 
     def add(self, pair: Pair) -> None:
         """Take a recording."""
@@ -77,7 +57,7 @@ class GraphedFunction:
         """Call it, with arguments structured as the sample's.
 
         Returns:
-            What the callable returns. **Lifetime:** the caller's own; gradients are too, unless `own_grads=False`.
+            What the callable returns. **Lifetime:** the caller's own; gradients are, too.
 
         Raises:
             InputError: The arguments don't fit the sample.
@@ -95,22 +75,20 @@ class GraphedFunction:
             raise
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        group, d = self._group, self._pass
+        owner, d = self._owner, self.description
         d.stats.calls += 1
-        if group is not None:
-            group.owner.mend()
-        if group is None or group.owner.closed or group.owner.driver.is_capturing():
+        if owner is not None:
+            owner.mend()
+        if owner is None or owner.closed or owner.driver.is_capturing():
             return self._run_plainly(None, args, kwargs)
-        if _is_watched():
-            why = "a transform, a tracer or a dispatch mode, which would not see a replay, is on"
+        why = self._why_plain()
+        tensors = d.binding.bind(args, kwargs) if why is None else None
+        if tensors is None:
+            why = why or "other arguments are one tensor than in the sample"
             return self._run_plainly(why, args, kwargs)
-        tensors = d.binding.bind(args, kwargs)
-        why = self._why_plain(tensors)
-        if tensors is None or why is not None:
-            return self._run_plainly(why, args, kwargs)
-        with group.owner.lock:
-            group.owner.driver.enter_call()
-            pair, members = self._pair(group.owner, tensors)
+        with owner.lock:
+            owner.driver.enter_call()
+            pair, members = self._pair(owner)
             why = "it was recorded again more often than max_rerecords, or parameters are computed"
             if pair is not None:
                 why = pair.why_not(tensors)
@@ -120,65 +98,58 @@ class GraphedFunction:
 
     def _settings_now(self) -> tuple[Any, ...]:
         """Return what is in the graph of the settings around a call."""
-        tracker, on = self._pass.options.rng_tracker, torch.is_autocast_enabled(self._device_type)
+        tracker, on = (
+            self.description.options.rng_tracker,
+            torch.is_autocast_enabled(self._device_type),
+        )
         dtype = torch.get_autocast_dtype(self._device_type) if on else None
         return dtype, tracker and tracker.current
 
-    def _why_plain(self, tensors: list[torch.Tensor] | None) -> str | None:
-        """Why a call can't be replayed with arguments, settings and modules as they are; None if it can."""
-        statics = self._pass.statics
-        if tensors is None:
-            return "other arguments are one tensor than in the sample"
+    def _why_plain(self) -> str | None:
+        """Why a call can't be replayed with settings and modules as they are; None if it can."""
+        statics = self.description.statics
+        if _is_watched():
+            return "a transform, a tracer or a dispatch mode, which would not see a replay, is on"
         if self._settings_now() != self._settings:
             return "it was recorded under other autocast settings, or in another fork of its rng_tracker"
-        if torch.is_grad_enabled() and not self._pass.with_grad:
+        if torch.is_grad_enabled() and not self.description.with_grad:
             return "it was recorded under torch.no_grad()"
         if not self._pairs:
-            self._pass.use_statics(self._pass.find_statics())
+            self.description.find_statics()
         elif not statics.unchanged():
             return (
                 f"{statics.changes()} changed since it was recorded (reset() has it recorded again)"
             )
         return None
 
-    def _pair(
-        self, owner: Owner, tensors: list[torch.Tensor]
-    ) -> tuple[Pair | None, list[torch.Tensor]]:
+    def _pair(self, owner: Owner) -> tuple[Pair | None, list[torch.Tensor]]:
         """The pair to be replayed, and parameters and buffers as they are."""
-        statics = self._pass.statics
+        statics = self.description.statics
         try:
             now = statics.now()
             key = statics, fast.layouts(now), fast.requiring_grad(now)
         except (KeyError, TypeError, AttributeError):  # one was removed
             return None, []
         pairs = self._pairs.get(key, [])
-        for is_ready in (owner.is_safe, owner.rescue):
-            for pair in pairs:
-                if pair.is_free() and is_ready(pair.forward):
-                    self._last = key
-                    return pair, pair.take(now)
-        pair = self._record_again(owner, key, tensors, held=not all(pair.closed for pair in pairs))
+        pair = next((each for each in pairs if each.is_free()), None)
+        if pair is None:
+            pair = self._record_again(owner, key, held=bool(pairs))
+        elif not owner.is_safe(pair.forward):
+            owner.rescue(pair.forward)
+        self._last = key if pair is not None else self._last
         return pair, now if pair is None else pair.take(now)
 
     def _run_plainly(self, why: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._pass.stats.plain_calls += 1
+        self.description.stats.plain_calls += 1
         if why is not None:
-            self._pass.tell(f"runs without a graph: {why}.")
+            self.description.tell(f"runs without a graph: {why}.")
         return self.ungraphed(*args, **kwargs)
-
-    def count_plain_call(self) -> None:
-        """Count a call that somebody else runs without a graph."""
-        if not torch.compiler.is_compiling():
-            self._pass.stats.calls += 1
-            self._pass.stats.plain_calls += 1
 
     # ---- recording again
 
-    def _record_again(
-        self, owner: Owner, key: Key, tensors: list[torch.Tensor], *, held: bool
-    ) -> Pair | None:
+    def _record_again(self, owner: Owner, key: Key, *, held: bool) -> Pair | None:
         """Record for parameters elsewhere, or beside what a pending call needs; None if that can't be."""
-        d, old = self._pass, self._last
+        d, old = self.description, self._last
         if old is not None:
             # Parameters that are computed in each call (functional_call) lie elsewhere each time.
             is_computed = any(t.grad_fn is not None for t in key[0].now())
@@ -186,15 +157,23 @@ class GraphedFunction:
                 return None
             self._num_rerecords += 1
             d.stats.rerecordings += 1
-            why = "results of earlier calls are still referenced, or wait for their backward"
+            why = "tensors kept beside autograd wait for their backward"
             why = why if held else "parameters or buffers moved"
             log.info("%s records again (%d): %s", d.name, self._num_rerecords, why)
         pair = Pair(d, owner)
-        with in_place(key[0]) if d.hooks else contextlib.nullcontext():
-            with prepared(d, owner.driver.device):
+        owner.driver.prepare_thread()
+        hooked = in_place(key[0]) if d.hooks else contextlib.nullcontext()
+        try:
+            with hooked, prepared(d, owner.driver.device), torch.no_grad():
                 d.warm_up(owner.driver, pair.states, 1, pool=False)
-            pair.record_forward(tensors)
-            pair.after_forward()
+                pair.record()
+        except BaseException as error:
+            pair.close()
+            if old is None or not isinstance(error, CaptureError):
+                raise
+            d.tell(f"runs without a graph: {str(error).rstrip('.')}.")
+            self._num_rerecords = d.options.max_rerecords
+            return None
         self.add(pair)
         # Hooks may move parameters: where they had them, this call's own may never be.
         same = pair.statics is key[0] and pair.key == key[1] == fast.layouts(key[0].now())
@@ -208,25 +187,18 @@ class GraphedFunction:
         self._pairs.clear()
         self._last = None
         self._num_rerecords = 0
-        self._pass.told.clear()
-        self._pass.records_backward = True
+        self.description.told.clear()
 
     def reset(self) -> None:
         """Free the graphs and their memory. The next call records again, capture-time hooks included."""
-        if self._group is not None:
-            with self._group.owner.lock:
+        if self._owner is not None:
+            with self._owner.lock:
                 self._free()
 
     def close(self) -> None:
         """Free the graphs and their memory. Calls made afterwards run without a graph."""
         self.reset()
-        if self._group is not None and self._free in self._group.members:
-            self._group.members.remove(self._free)
-        self._group = None
-
-    def run_with(self, plain: Any) -> None:
-        """Have another function run the callable without a graph, and be recorded."""
-        self.ungraphed = self._pass.run = plain
+        self._owner = None
 
     def __reduce__(self) -> Any:
         """Copies and pickles are of the callable alone."""
@@ -235,20 +207,20 @@ class GraphedFunction:
     @property
     def splits_backward(self) -> bool:
         """True if the callable computes its weights' gradients apart."""
-        return self._pass.backward_dw is not None
+        return self.description.backward_dw is not None
 
     def backward_dw(self) -> None:
         """Make what the oldest backward that lacks it left out: the weights' gradients, added to their `.grad`.
 
         A backward that ran without a graph is the callable's own to complete.
         """
-        due = self._pass.due
+        due = self.description.due
         if due:
             call = due.popleft()
             call.pair.run_weight_grads(call)
         else:
-            assert self._pass.backward_dw is not None
-            self._pass.backward_dw()
+            assert self.description.backward_dw is not None
+            self.description.backward_dw()
 
 
 @torch_private.outside_dynamo

@@ -13,19 +13,13 @@ Note [A backward with explicit saved tensors]
     saved tensors would lose. For that reason hooks are registered afterwards, and not by `saved_tensors_hooks`.
 
     Some nodes don't tell what they saved (autograd functions in C++), and Python code may keep tensors as it likes
-    (`ctx.x = x`, weight gradients that are computed later). What they keep of the arguments is found here, and then the
-    forward works on copies, which lie in the pool; what they keep there is found by who owns memory of the pool after a
-    capture. A replay would overwrite it: such a recording serves one call at a time (`keeps_memory`).
-
-    C++ holds the graph, where Python's garbage collector does not look. What autograd functions and checkpoints keep of
-    Python's (`ctx.module`, the checkpointed function) leads to the callable, and from there to its recordings and the
-    graph: nobody would ever free any of it. So it is theirs only while the graph runs, and the `Differentiated`'s between.
+    (`ctx.x = x`, weight gradients that are computed later). What they keep of the arguments a warm-up finds, and then no
+    other recording shares their memory (`keeps_inputs`); what they keep of the pool is found by who owns memory there
+    after a capture (`keeps_memory`). A replay would overwrite it: such a recording serves one call at a time.
 """
 
-import contextlib
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,22 +27,20 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
+from cgpass.errors import GraphedArgumentError
 from cgpass.recompute.checkpointed import Checkpoint
 from cgpass.runtime.changes import Mode
-from cgpass.runtime.writes import SaidToBeWritten, has_place
+from cgpass.runtime.inputs import layout_of
+from cgpass.runtime.writes import has_place
 
 if TYPE_CHECKING:
     from cgpass.graphed.binding import Binding
-    from cgpass.graphed.statics import Statics
+    from cgpass.graphed.modules import Statics
 
+_MANY = 1 << 40
+"""How often code in Python may ask for what it saved."""
 _REENTRANT = "CheckpointFunctionBackward"
-"""Nodes whose backward needs a pass that accumulates everywhere: torch's and our own."""
-
-
-def tensors_of(result: Any) -> list[torch.Tensor]:
-    """The tensors in a nested structure, in order, each once."""
-    leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    return list({id(leaf): leaf for leaf in leaves}.values())
+"""Nodes of torch's checkpoints that are no hooks of saved tensors."""
 
 
 class Differentiated:
@@ -57,24 +49,19 @@ class Differentiated:
     def __init__(self, d: Any, *, warms_up: bool = False) -> None:
         """Describe a run of `d`, a `Pass`. See Note [A backward with explicit saved tensors]."""
         self._run = d.run
+        self._name = d.name
         self._binding: Binding = d.binding
-        self.statics: Statics = d.statics
+        self._statics: Statics = d.statics
         self._with_grad = d.with_grad
-        self._copies_inputs = warms_up or d.keeps_inputs
-        self._keeps_saved = warms_up or d.asks_again
-        """True if saved tensors outlive their last known use."""
-        self._watches = not warms_up and d.keeps_inputs
-        """True if writes to copies of arguments are written back."""
-        self.stand_ins = [_like(t, t.new_empty(0), t.requires_grad) for t in d.statics.distinct()]
+        self._warms_up = warms_up
+        self._stand_ins = [_like(t, t.new_empty(0), t.requires_grad) for t in d.statics.distinct()]
         self._inputs: list[torch.Tensor] = []
         self._saved: list[torch.Tensor | None] = []
         self._left: list[int] = []
         self._uses: list[int] = []
         self._edges: list[Any] = []
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """Of functions and checkpoints in the graph: their dictionaries, and what is in them while the graph runs."""
-        self._attributes_of_forward = self._attributes
-        """The same after the forward, for each backward: one may let go of what it read (`ctx.x = None`)."""
+        """Of autograd functions in the graph, and as the forward left them: a backward may let go of what it read."""
         self.result: Any = None
         """Results of the callable, until `separate`."""
         self.with_grad: list[int] = []
@@ -83,162 +70,144 @@ class Differentiated:
         """Parameters and buffers that the graph saved as they are."""
         self.reached: set[int] = set()
         """Of `leaves`, those that the graph leads to, with a gradient or without one."""
-        self.reentrant = False
-        self.keeps_inputs = False
+        self.keeps_inputs: bool = d.keeps_inputs
         """True if something keeps arguments that does not tell."""
         self.keeps_memory = False
         """True if something keeps memory of the pool that does not tell."""
         self.strangers: list[torch.Tensor] = []
         """Leaves that are neither arguments nor parameters."""
-        self.asks_again = False
-        """True if the backward asked for a saved tensor more often than it was saved."""
         self.written: set[int] = set()
         """Inputs and, after them, parameters and buffers that the forward wrote."""
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """Return what may get a gradient: arguments, then parameters and buffers."""
+        return [*self._inputs, *self._stand_ins]
 
     # ---- forward
 
     def forward(self, inputs: Sequence[torch.Tensor], members: Sequence[torch.Tensor]) -> list[Any]:
         """Run the callable on inputs, members lying where they are told; returns its result's tensors without a history."""
-        samples, wanted = self._binding.samples, self._binding.requires_grad
-        places = [t.clone() if self._copies_inputs else t.detach() for t in inputs]
-        self._inputs = list(map(_like, samples, places, wanted))
-        versions = [t._version for t in (*self._inputs, *self.stand_ins)]
+        # with counters of their own: what an autograd function in C++ saved is not checked against copies of later calls
+        places = [t.clone() if self._warms_up else t.data for t in inputs]
+        self._inputs = list(map(_like, self._binding.samples, places, self._binding.requires_grad))
+        del places
+        versions = [t._version for t in self.leaves]
         args, kwargs = self._binding.call(self._inputs)
-        said = SaidToBeWritten(self._inputs if self._watches else ())
-        watching = said if self._watches else contextlib.nullcontext()
-        with _Placed(self, members), torch.set_grad_enabled(self._with_grad), watching:
+        with (
+            _Placed(self._statics, self._stand_ins, members),
+            torch.set_grad_enabled(self._with_grad),
+        ):
             self.result = self._run(*args, **kwargs)
-            outputs = tensors_of(self.result)
-            given = [self._as_given(out.detach(), places, inputs) for out in outputs]
-        now = [t._version for t in (*self._inputs, *self.stand_ins)]
-        self.written = {i for i, version in enumerate(versions) if now[i] != version} | said.found
+            leaves = pytree.tree_leaves(self.result)
+            outputs = list({id(t): t for t in leaves if isinstance(t, torch.Tensor)}.values())
+            given = [out.detach() for out in outputs]
+        now = [t._version for t in self.leaves]
+        self.written = {i for i, version in enumerate(versions) if now[i] != version}
+        for i in self.written.intersection(range(len(inputs))):
+            torch.autograd.graph.increment_version(inputs[i])
         with_grad = [i for i, out in enumerate(outputs) if out.requires_grad]
         self.with_grad = with_grad if self._with_grad else []
         self._edges = [torch.autograd.graph.get_gradient_edge(outputs[i]) for i in self.with_grad]
-        for i, (place, value) in enumerate(zip(places, inputs, strict=True)):
-            if self._watches and i in self.written:
-                value.copy_(place)
         return given
-
-    def _as_given(
-        self, out: torch.Tensor, places: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        """A result that is (a view of) a copy of an argument, as one of the argument."""
-        if self._copies_inputs and out.numel():
-            for place, value in zip(places, inputs, strict=True):
-                if out.untyped_storage()._cdata == place.untyped_storage()._cdata:
-                    return torch_private.on_storage(value.untyped_storage(), out)
-        return out
 
     # ---- the graph
 
     def separate(self) -> list[torch.Tensor]:
-        """Take what the graph saved out of it, and forget the result; returns what it saved."""
-        numbers = {id(t): k for k, t in enumerate(self.stand_ins)}
+        """Take what the graph saved out of it, and forget the result; returns what it saved.
+
+        The same tensor is there once. Arguments are there as copies, since later calls have theirs in the same place.
+        """
+        numbers = {id(t): k for k, t in enumerate(self._stand_ins)}
         is_opaque, found = False, []
-        holders: dict[int, dict[str, Any]] = {}
         places: set[int] = set()
-        for node, each in self._saved_tensors(holders):
+        for node, each in self._saved_tensors():
             is_opaque |= type(node).__name__ == "CppFunction"
             tensor = None if each is None else torch_private.saved_tensor(each)
             if id(tensor) in numbers:
                 self.read.add(numbers[id(tensor)])
-            elif tensor is not None and type(tensor) in (torch.Tensor, torch.nn.Parameter):
-                if tensor.device == self._binding.device and not _is_memoryless(tensor):
-                    found.append(each)
-                    places.add(tensor.untyped_storage()._cdata)
+            elif self._can_be_taken(tensor):
+                found.append((each, isinstance(node, torch.autograd.function.FunctionCtx)))
+                places.add(tensor.untyped_storage()._cdata)
         tensor = node = self.result = None
-        copies = {
-            t.untyped_storage()._cdata: t.detach().clone().untyped_storage()
-            for t in (() if self._copies_inputs else self._inputs)
-            if t.untyped_storage()._cdata in places
-        }
+        inputs = [t for t in self._inputs if t.untyped_storage()._cdata in places]
+        packing = _Packing(
+            {t.untyped_storage()._cdata: t.detach().clone().untyped_storage() for t in inputs}
+        )
         with torch.no_grad(), torch_private.without_modes():  # which would see numbers as such
-            packing = _Packing(copies)
-            for each in found:
+            for each, is_python in found:
+                packing.num_uses = _MANY if is_python else 1
                 each.register_hooks(packing.pack, _unpack_of(self))
-        saved, packing.saved = packing.saved, []  # the graph holds its hooks
+        saved, packing.saved, packing.copies = packing.saved, [], {}  # the graph holds its hooks
         self._uses = packing.uses
+        del inputs
         found.clear()
         each = None
-        self.keeps_inputs = is_opaque or _are_kept(self._inputs, saved)
-        self._take_attributes((holder, {}) for holder in holders.values())
-        self._attributes_of_forward = self._attributes
+        if self._warms_up:
+            self.keeps_inputs = is_opaque or _are_kept(self._inputs)
         return saved
 
-    def place(self, members: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> None:
-        """Have the stand-ins lie on memory, and modules and graph hold what a run finds there."""
-        for stand_in, place in zip(self.stand_ins, members, strict=True):
-            stand_in.data = place.detach()
-        for holder, values in self._attributes:
-            holder.update(values)
-        self.statics.put(held)
+    def _can_be_taken(self, tensor: Any) -> bool:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or _is_memoryless(tensor):
+            return False
+        return tensor.device == self._binding.device
 
-    def unplace(self, held: Sequence[torch.Tensor]) -> None:
-        """Undo `place`, modules holding what they held; may be done twice."""
-        self.statics.put(held)
-        self._take_attributes(self._attributes)
-        for stand_in in self.stand_ins:
-            stand_in.data = stand_in.new_empty(0)
-
-    def _take_attributes(self, known: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-        """Take all that dictionaries hold; where they hold nothing any more it is what is known of them."""
-        self._attributes = [(holder, dict(holder) or values) for holder, values in known]
-        for holder, _ in self._attributes:
-            holder.clear()
-
-    def _saved_tensors(self, holders: dict[int, dict[str, Any]]) -> Iterator[tuple[Any, Any]]:
-        """Nodes with what they saved, also to recompute from; fills `holders` with attributes that nodes keep."""
+    def _saved_tensors(self) -> Iterator[tuple[Any, Any]]:
+        """Nodes with what they saved, also to recompute from."""
         known = {id(t): i for i, t in enumerate(self.leaves)}
-        seen: set[Any] = set()
+        seen: set[Any] = {None}
         open_ = [edge.node for edge in self._edges]
         while open_:
             node = open_.pop()
-            if node is None or node in seen:
+            if node in seen:
                 continue
             seen.add(node)
             variable = getattr(node, "variable", None)
-            if variable is not None:
-                if id(variable) in known:
-                    self.reached.add(known[id(variable)])
-                else:
-                    self.strangers.append(variable)
-            self.reentrant |= node.name() == _REENTRANT
+            if id(variable) in known:
+                self.reached.add(known[id(variable)])
+            elif variable is not None:
+                self.strangers.append(variable)
             if isinstance(node, torch.autograd.function.FunctionCtx):
-                holders[id(node)] = vars(node)
+                self._attributes.append((vars(node), dict(vars(node))))
             open_ += [following for following, _ in node.next_functions]
             yield node, None
-            saved = list(torch_private.saved_on(node))
-            if all(torch_private.unpack_hook(each) is None for each in saved):
-                torch_private.check_versions(node)
-            while saved:
-                each = saved.pop()
-                hook = torch_private.unpack_hook(each)
-                if hook is None:
+            for each, checkpoint in self._saved_on(node):
+                if checkpoint is None:
                     yield node, each
-                    continue
-                checkpoint = _checkpoint_of(hook)
-                if checkpoint is not None and id(checkpoint) not in holders:
-                    holders[id(checkpoint)] = vars(checkpoint)
-                    saved += _saved_to_recompute(checkpoint)
+                else:
+                    open_.append(checkpoint.keeper)
 
-    def _unpack(self, slot: Any) -> torch.Tensor:
+    def _saved_on(self, node: Any) -> Iterator[tuple[Any, Checkpoint | None]]:
+        """What a node saved; or the checkpoint that recomputes it."""
+        saved = list(torch_private.saved_on(node))
+        hooks = [torch_private.unpack_hook(each) for each in saved]
+        if not any(hooks):
+            torch_private.check_versions(node)
+        modules = {getattr(hook, "__module__", None) for hook in hooks}
+        if "torch.utils.checkpoint" in modules or node.name() == _REENTRANT:
+            raise GraphedArgumentError(
+                f"make_graphed_callables: {self._name} has a torch.utils.checkpoint in it, which can't recompute in a graph. "
+                "Use cgpass.checkpoint, which can."
+            )
+        for each, hook in zip(saved, hooks, strict=True):
+            checkpoint = getattr(hook, "__self__", None)
+            if isinstance(checkpoint, Checkpoint):
+                yield each, checkpoint
+            elif hook is None:
+                yield each, None
+
+    def unpack(self, slot: Any) -> torch.Tensor:
+        """The saved tensor that a number stands for."""
         if isinstance(slot, torch.Tensor):
             return slot
         tensor = self._saved[slot]
         assert tensor is not None
         self._left[slot] -= 1
-        self.asks_again |= self._left[slot] < 0
-        if not self._left[slot] and not self._keeps_saved:  # its memory is for what follows
+        if not self._left[slot]:  # its memory is for what follows
             self._saved[slot] = None
         return tensor
 
     # ---- backward
-
-    @property
-    def leaves(self) -> list[torch.Tensor]:
-        """Return what may get a gradient: arguments, then parameters and buffers."""
-        return [*self._inputs, *self.stand_ins]
 
     def backward(
         self,
@@ -251,7 +220,8 @@ class Differentiated:
 
         The lists are emptied.
         """
-        self._attributes = self._attributes_of_forward
+        for attributes, values in self._attributes:
+            attributes.update(values)
         self._saved, self._left = list(saved), list(self._uses)
         known = [*saved, *grads, *members]
         taken = {t.untyped_storage().data_ptr() for t in known if has_place(t)}
@@ -260,36 +230,29 @@ class Differentiated:
         saved.clear()
         grads.clear()
         leaves = [self.leaves[i] for i in wanted]
-        off = torch.autocast(self._binding.device.type, enabled=False)
+        if not leaves:
+            return []
         try:
-            with _Placed(self, members), off:
-                found = self._gradients(given, leaves)
+            with _Placed(self._statics, self._stand_ins, members), self._no_autocast():
+                found = torch.autograd.grad(
+                    self._edges, leaves, given, retain_graph=True, allow_unused=True
+                )
         finally:
             self._saved = []
         return _apart(found, taken)
 
-    def _gradients(self, given: list[Any], leaves: list[torch.Tensor]) -> Sequence[Any]:
-        if not leaves:
-            return ()
-        if not self.reentrant:
-            return torch.autograd.grad(
-                self._edges, leaves, given, retain_graph=True, allow_unused=True
-            )
-        torch.autograd.backward(self._edges, given, retain_graph=True)
-        found = [leaf.grad for leaf in leaves]
-        for leaf in self.leaves:
-            leaf.grad = None
-        return found
+    def _no_autocast(self) -> torch.autocast:
+        return torch.autocast(self._binding.device.type, enabled=False)
 
     def weight_grads(
         self, make: Callable[[], Any], members: Sequence[torch.Tensor]
     ) -> dict[int, torch.Tensor]:
         """Gradients that the backward left out, by position among the members, as `backward_dw` makes them."""
-        off = torch.autocast(self._binding.device.type, enabled=False)
-        with _Placed(self, members), torch.no_grad(), off:
+        placed = _Placed(self._statics, self._stand_ins, members)
+        with placed, torch.no_grad(), self._no_autocast():
             make()
-            found = {k: t.grad for k, t in enumerate(self.stand_ins) if t.grad is not None}
-            for stand_in in self.stand_ins:
+            found = {k: t.grad for k, t in enumerate(self._stand_ins) if t.grad is not None}
+            for stand_in in self._stand_ins:
                 stand_in.grad = None
             return found
 
@@ -297,22 +260,28 @@ class Differentiated:
 class _Placed(Mode):
     """Have the stand-ins of a run lie on memory, and the modules have them, for a block that assigns none of them anew."""
 
-    def __init__(self, run: Differentiated, members: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, statics: "Statics", stand_ins: list[torch.Tensor], places: Sequence[torch.Tensor]
+    ) -> None:
         super().__init__()
-        self._run, self._places = run, members
-        self._before = run.statics.now()
-        self._held = run.statics.with_others(run.stand_ins)
+        self._statics, self._stand_ins, self._places = statics, stand_ins, places
+        self._before = statics.now()
+        self._held = statics.with_others(stand_ins)
 
     def begin(self) -> None:
-        self._run.place(self._places, self._held)
+        for stand_in, place in zip(self._stand_ins, self._places, strict=True):
+            stand_in.data = place.detach()
+        self._statics.put(self._held)
 
     def undo(self) -> None:
-        self._run.unplace(self._before)
+        self._statics.put(self._before)
+        for stand_in in self._stand_ins:
+            stand_in.data = stand_in.new_empty(0)
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
             if kind is None:
-                self._run.statics.check_kept(self._held)
+                self._statics.check_kept(self._held)
         finally:
             super().__exit__(kind, *error)
 
@@ -324,7 +293,7 @@ def _unpack_of(run: Differentiated) -> Callable[[Any], torch.Tensor]:
     def unpack(slot: Any) -> torch.Tensor:
         run = ref()
         assert run is not None
-        return run._unpack(slot)
+        return run.unpack(slot)
 
     return unpack
 
@@ -335,28 +304,30 @@ class _Packing:
     def __init__(self, copies: dict[int, torch.UntypedStorage]) -> None:
         self.saved: list[torch.Tensor] = []
         self.uses: list[int] = []
+        self.num_uses = 1
+        """How often what is taken next is asked for."""
+        self.copies = copies
+        """What is saved instead of the storages of arguments."""
         self._slots: dict[Any, int] = {}
-        self._copies = copies
 
     def pack(self, tensor: Any) -> Any:
         """Take a tensor."""
         if not isinstance(tensor, torch.Tensor):  # a number that was an operand
             dtype = torch.float64 if type(tensor) is float else None
             return torch.tensor(tensor, dtype=dtype, device="cpu")  # whatever the default device is
-        storage = tensor.untyped_storage()
-        bits = tensor.is_conj(), tensor.is_neg(), tensor.dtype
-        key = storage._cdata, tensor.storage_offset(), tensor.size(), tensor.stride(), *bits
+        storage = tensor.untyped_storage()._cdata
+        key = storage, tensor.storage_offset(), *layout_of(tensor)
         slot = self._slots.setdefault(key, len(self.saved))
         if slot < len(self.saved):
-            self.uses[slot] += 1
+            self.uses[slot] += self.num_uses
             return slot
         kept = tensor.detach()
         if not tensor.numel():
             kept = torch.empty_like(kept)
-        elif storage._cdata in self._copies:
-            kept = torch_private.on_storage(self._copies[storage._cdata], kept)
+        elif storage in self.copies:
+            kept = torch_private.on_storage(self.copies[storage], kept)
         self.saved.append(kept)
-        self.uses.append(1)
+        self.uses.append(self.num_uses)
         return slot
 
 
@@ -373,36 +344,19 @@ def _like(sample: torch.Tensor, data: torch.Tensor, requires_grad: bool) -> torc
     return leaf.requires_grad_(requires_grad)
 
 
-def _are_kept(tensors: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]) -> bool:
-    """Tell whether something besides a graph, and besides what it saved, holds one of the arguments or its memory."""
+def _are_kept(tensors: Sequence[torch.Tensor]) -> bool:
+    """Tell whether something besides a list and a graph holds one of some tensors or its memory."""
     alone = torch.empty(1, device="cpu")
-    known = Counter(t.untyped_storage()._cdata for t in saved)
-    (references,), (users,) = _holders([alone])
-    found = zip(tensors, *_holders(tensors), strict=True)
-    return any(a > references or b > users + known[t.untyped_storage()._cdata] for t, a, b in found)
-
-
-def _holders(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-    """References to the tensors, and to their storages."""
-    count = torch_private.storage_use_count
-    return (
-        [sys.getrefcount(tensor) for tensor in tensors],
-        [count(tensor.untyped_storage()._cdata) for tensor in tensors],
+    (expected,) = _holders([alone])
+    return any(
+        now > least for each in _holders(tensors) for now, least in zip(each, expected, strict=True)
     )
 
 
-def _checkpoint_of(hook: Any) -> Any:
-    """The checkpoint without reentrancy, ours or torch's, that a hook is one of; None if of none."""
-    checkpoint = getattr(hook, "__self__", None)
-    if isinstance(checkpoint, Checkpoint):
-        return checkpoint
-    return torch_private.checkpoint_frame(hook)
-
-
-def _saved_to_recompute(checkpoint: Any) -> list[Any]:
-    if isinstance(checkpoint, Checkpoint):
-        return list(torch_private.saved_on(checkpoint.keeper))
-    return torch_private.saved_on_frame(checkpoint)
+def _holders(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """References to each tensor, and to its storage."""
+    count = torch_private.storage_use_count
+    return [(sys.getrefcount(t), count(t.untyped_storage()._cdata)) for t in tensors]
 
 
 def _apart(grads: Iterable[torch.Tensor | None], taken: set[int]) -> list[torch.Tensor | None]:

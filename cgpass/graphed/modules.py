@@ -1,115 +1,301 @@
-"""The modules that `make_graphed_callables` returns, whose `forward` is graphed."""
+"""What is recorded: `Target`, a module or a function with its modules, and `Statics`, what these are like."""
 
+import copyreg
 import re
-import types
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.modules.lazy import LazyModuleMixin
 
-from cgpass.graphed.callables import GraphedFunction
+from cgpass import torch_private
+from cgpass.errors import GraphedArgumentError
+from cgpass.graphed.binding import firsts
+from cgpass.runtime import fast
+from cgpass.runtime.inputs import check_tensor
 
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
+"""Classes whose hooks reduce or gather around the module."""
 _HOOKS = re.compile("_(forward|backward)_.*hooks.*")
 """Dictionaries of a module's hooks around its calls."""
+_OWN_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_ACCUMULATED = "main_grad"
+"""An attribute of parameters to which the backwards of Megatron and TransformerEngine add gradients."""
 
 
-class GraphedForward:
-    """A module's `forward`: graphed in the mode that it was recorded in, its own in the other one."""
+class Target:
+    """A module or function to be recorded, with the modules that it uses.
 
-    def __init__(self, module: torch.nn.Module, graphed: GraphedFunction) -> None:
-        self.__self__ = module
-        """The module, as a method has it."""
-        self._mode = getattr(module, "training", None)  # None for what `torch.jit.freeze` made
-        self._graphed = graphed
-        self._own: Any = vars(module).get("forward")
-        """The `forward` that the module itself had; None for its class's."""
-        self.ungraphed: Any = module.forward
-        """The function that runs the module without a graph."""
-        self._before: dict[str, Any] = {}
-        """Attributes of the module that others took the place of."""
+    If copied, of a module it is a shallow copy, `plain`, which shares parameters, buffers and submodules, and has hooks of
+    its own. What is recorded knows that one, and never what replays it: no reference leads from a graph, which C++ holds,
+    to whoever holds the graph.
+    """
 
-    @property
-    def __code__(self) -> Any:
-        """Return where it is defined, which `torch.export` asks of every `forward`."""
-        return type(self).__call__.__code__
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        modules: Sequence[torch.nn.Module],
+        index: int | None,
+        *,
+        copied: bool,
+    ) -> None:
+        """Check that it can be.
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module."""
-        if self._mode is not None and self.__self__.training is not self._mode:
-            self._graphed.count_plain_call()
-            return self.ungraphed(*args, **kwargs)
-        return self._graphed(*args, **kwargs)
+        Raises:
+            GraphedArgumentError: It has hooks, or it is or has a wrapper such as DistributedDataParallel.
+        """
+        if not callable(fn):
+            raise GraphedArgumentError(
+                f"make_graphed_callables: callable {index or 0} is a {type(fn).__name__}; give a module, a function or a tuple of them."
+            )
+        self.is_module = isinstance(fn, torch.nn.Module)
+        own = type(fn).__name__ if self.is_module else _name_of(fn)
+        self.name = own if index is None else f"callable {index} ({own})"
+        self.given = fn
+        """What the user gave."""
+        self.modules = list(modules)
+        self.run: Callable[..., Any] = getattr(fn, "ungraphed", fn)
+        """The callable without a graph."""
+        owner = getattr(self.run, "__self__", None)
+        if isinstance(fn, torch.nn.Module):
+            owner = self.plain = self._copy_of(fn) if copied else fn
+            if not copied:
+                self.run = getattr(fn.forward, "ungraphed", fn.forward)
+        if isinstance(owner, torch.nn.Module) and owner not in self.modules:
+            self.modules.insert(0, owner)
+        is_forward = self.is_module or getattr(self.run, "__name__", "") == "forward"
+        self._around = owner if is_forward else None
+        for path, inner in _named(self.modules):
+            kinds = {base.__name__ for base in type(inner).__mro__ if "torch." in base.__module__}
+            kind = type(inner).__name__ + f" at {path!r}" * bool(path)
+            if kinds.intersection(_WRAPPERS):
+                raise self._refusal(
+                    f"has a wrapped module, a {kind}, whose hooks no replay runs. Record the module inside, then wrap"
+                )
+            if isinstance(inner, LazyModuleMixin):  # of another class from its first call on
+                raise self._refusal(
+                    f"has a lazy module that has not run yet, a {kind}: call it once"
+                )
+        if isinstance(fn, torch.nn.Module):
+            self._check_module(fn)
 
-    def patch(self, module: torch.nn.Module) -> None:
-        """Take the place of its `forward`, and give it what a graphed module has besides."""
-        graphed, kind = self._graphed, type(module)
-        added: dict[str, Any] = {"forward": self, "graphed": graphed, "__reduce_ex__": self._reduce}
-        if hasattr(kind, "__deepcopy__"):
-            added["__deepcopy__"] = self._deepcopy
-        for name in ("reset", "close"):
-            if not hasattr(kind, name):
-                added[name] = getattr(graphed, name)
-        if graphed.splits_backward:
-            added["backward_dw"] = graphed.backward_dw
-        self._before = {name: vars(module).get(name) for name in added}
-        vars(module).update(added)
+    def _check_module(self, module: torch.nn.Module) -> None:
+        for kind in _OWN_HOOKS:
+            if getattr(module, kind):
+                raise self._refusal(
+                    f"has hooks ({kind.strip('_')}), which a replay would not run. Register them on what "
+                    "make_graphed_callables returns, or use capture_time_hooks"
+                )
+        if vars(module).get("_compiled_call_impl") is not None:
+            raise self._refusal("was compiled in place. Give what torch.compile(module) returns")
 
-    def undo(self, attributes: dict[str, Any]) -> None:
-        """Undo `patch` in a dictionary of the module's attributes, but for what others put in its place."""
-        for name, value in self._before.items():
-            found = attributes.get(name)
-            holder = getattr(found, "__self__", None)
-            if any(each is self or each is self._graphed for each in (found, holder)):
-                del attributes[name]
-                if value is not None:
-                    attributes[name] = value
-
-    def _alone(self) -> torch.nn.Module:
-        """The module without graphs, for copies and pickles."""
-        plain = object.__new__(type(self.__self__))
-        vars(plain).update(vars(self.__self__))
-        self.undo(vars(plain))
+    def _copy_of(self, module: torch.nn.Module) -> Any:
+        kind: Any = getattr(type(module), _ORIGINAL, type(module))
+        plain = object.__new__(kind)
+        vars(plain).update(vars(module))
+        vars(plain).update((n, OrderedDict()) for n in vars(module) if _HOOKS.fullmatch(n))
+        self._own_forward = vars(plain).pop("forward", None)
+        self.run = self._own_forward or plain.forward
+        vars(plain).pop("forward", None)  # TorchScript's is put there when it is looked up
         return plain
 
-    def __reduce__(self) -> Any:
-        """Copies and pickles, of what was put around it (accelerate's hooks), are of the copied module's own."""
-        return _forward_of, (self.__self__, self._own)
+    def _refusal(self, why: str) -> GraphedArgumentError:
+        return GraphedArgumentError(f"make_graphed_callables: {self.name} {why}.")
 
-    def _reduce(self, protocol: Any) -> Any:
-        return self._alone().__reduce_ex__(protocol)
+    def statics(self, device: torch.device) -> "Statics":
+        """Return what it reads besides its arguments, on a device."""
+        return Statics(self.modules, device, self.name, around=self._around)
 
-    def _deepcopy(self, memo: Any) -> Any:
-        alone: Any = self._alone()
-        return alone.__deepcopy__(memo)
+    @property
+    def backward_dw(self) -> Callable[[], Any] | None:
+        """Return what computes the gradients that the backward leaves out, if there is such a thing."""
+        fn = self.plain if self.is_module else self.run
+        needed = getattr(fn, "need_backward_dw", None)
+        if needed is not None and not (needed() if callable(needed) else needed):
+            return None
+        found = getattr(fn, "backward_dw", None)
+        return found if callable(found) else None
+
+    def graphed(self, function: Any) -> torch.nn.Module:
+        """Return a module with the attributes of `plain` whose forward is a `GraphedFunction`.
+
+        What knows of graphs is in its class, and not among the attributes, which copies and pickles have.
+        """
+        kind, own = type(self.plain), self._own_forward
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(self, made) and not torch_private.is_exporting():
+                return function(*args, **kwargs)
+            return kind.forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+        def alone(self: Any) -> Any:
+            plain: Any = object.__new__(kind)
+            vars(plain).update(vars(self))
+            if own is not None:
+                vars(plain).setdefault("forward", own)
+            return plain
+
+        setattr(forward, "ungraphed", self.run)  # noqa: B010
+        members: dict[str, Any] = {
+            **{name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")},
+            _ORIGINAL: kind,
+            "__reduce_ex__": lambda self, protocol: _any_class(alone(self).__reduce_ex__(protocol)),
+            "forward": forward,
+            "graphed": function,
+        }
+        if hasattr(kind, "__deepcopy__"):
+            members["__deepcopy__"] = lambda self, memo: alone(self).__deepcopy__(memo)
+        for name in ("reset", "close"):
+            if not hasattr(kind, name):
+                members[name] = getattr(function, name)
+        if function.splits_backward:
+            members["backward_dw"] = function.backward_dw
+        made: Any = type(kind)(kind.__name__, (kind,), members)
+        module: torch.nn.Module = object.__new__(made)
+        object.__setattr__(module, "__dict__", vars(self.plain))
+        return module
 
 
-def _forward_of(module: Any, own: Any) -> Callable[..., Any]:
-    return types.MethodType(type(module).forward, module) if own is None else own
+_ORIGINAL = "_class_without_graphs"
+"""Where the class of a graphed module has the one that the user's is of."""
 
 
-def with_forward(module: torch.nn.Module, graphed: GraphedFunction, *, patch: bool) -> Any:
-    """A module whose `forward` is graphed, and recorded as if it were not: `module` itself, or a shallow copy.
+def _any_class(reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Have `pickle` not ask whether what is reduced is of the class that is made of it."""
+    make, *rest = reduced
+    return object.__new__ if make is copyreg.__newobj__ else make, *rest  # pyrefly: ignore
 
-    The copy shares parameters, buffers and submodules, and has hooks of its own.
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__qualname__", type(fn).__name__).replace("<locals>.", "")
+
+
+# ---- what modules are like
+
+
+class Statics:
+    """Parameters and buffers of a callable, looked up where its modules keep them.
+
+    What a recording depends on besides is compared by identity in each call, as entries of the modules' dictionaries:
+    modes, members and hooks. **Lifetime:** holds the submodules as they were, and all modules' dictionaries.
     """
-    original = module
-    if not patch:
-        module = object.__new__(type(module))
-        module.__dict__.update(original.__dict__)
-        hooks = filter(_HOOKS.fullmatch, list(module.__dict__))
-        module.__dict__.update((name, OrderedDict()) for name in hooks)
-    earlier = module.__dict__.get("forward")
-    if isinstance(earlier, GraphedForward):
-        earlier.undo(module.__dict__)
-        earlier = module.__dict__.get("forward")
-    if isinstance(earlier, types.MethodType) and earlier.__self__ is original:
-        module.__dict__["forward"] = types.MethodType(earlier.__func__, module)
-    is_compiled = module.__dict__.get("_compiled_call_impl") is not None
-    if not patch and is_compiled:  # what it runs is recorded
-        del module.__dict__["_compiled_call_impl"]
-    forward = GraphedForward(module, graphed)
-    if not is_compiled:
-        graphed.run_with(forward.ungraphed)
-    forward.patch(module)
-    return module
+
+    def __init__(
+        self,
+        modules: Sequence[torch.nn.Module],
+        device: torch.device,
+        name: str,
+        around: torch.nn.Module | None = None,
+    ) -> None:
+        """Find them on a device; tensors elsewhere are none that a graph could read.
+
+        Hooks of the module `around` run around what is recorded.
+        """
+        self._callable = name
+        self._dicts: list[dict[str, Any]] = []
+        self._keys: list[str] = []
+        self.names: list[str] = []
+        self._entries: list[tuple[Any, Any, Any, str]] = []
+        """Dictionaries, keys, what was there, and what a message calls it."""
+        self._sizes: list[tuple[Any, int, str]] = []
+        found = _named(modules)
+        for path, m in found:
+            self._note(path or type(m).__name__, m, hooked=m is not around)
+        holders, keys, values, _ = zip(*self._entries, strict=True) if self._entries else [()] * 4
+        sizes = array("q", [size for _, size, _ in self._sizes]).tobytes()
+        sized = [holder for holder, _, _ in self._sizes]
+        self._compared = list(holders), list(keys), list(values), sized, sizes
+        for kind in ("_parameters", "_buffers"):
+            for path, inner in found:
+                holder = getattr(inner, kind)
+                for key, tensor in holder.items():
+                    full = f"{path}.{key}".lstrip(".")
+                    if tensor is not None and tensor.device == device:
+                        check_tensor(f"{name}: {full}", tensor, device)
+                        self._dicts.append(holder)
+                        self._keys.append(key)
+                        self.names.append(full)
+
+    def _note(self, name: str, module: torch.nn.Module, *, hooked: bool) -> None:
+        """Take a module for what it is now: mode, members and hooks."""
+        attributes = vars(module)
+        entries = [(attributes, "training", f"the mode of {name}")]
+        for holder in (module._modules, module._parameters, module._buffers):
+            self._sizes.append((holder, len(holder), f"a member of {name}"))
+            for key, value in holder.items():
+                if value is None or isinstance(value, torch.nn.Module):  # tensors may be replaced
+                    entries.append((holder, key, f"a member of {name}"))
+                if _ACCUMULATED in getattr(value, "__dict__", {}):
+                    entries.append((vars(value), _ACCUMULATED, f"{name}.{key}.{_ACCUMULATED}"))
+        if hooked:
+            entries.append((attributes, "forward", f"the forward of {name}"))
+            for hooks in [attributes[kind] for kind in _OWN_HOOKS if kind in attributes]:
+                self._sizes.append((hooks, len(hooks), f"a hook of {name}"))
+                entries += [(hooks, key, f"a hook of {name}") for key in hooks]
+        self._entries += [(holder, key, _entry(holder, key), said) for holder, key, said in entries]
+
+    def unchanged(self) -> bool:
+        """Tell whether modes, members and hooks are what they were."""
+        return fast.unchanged(*self._compared)
+
+    def changes(self) -> str:
+        """Return what is no longer as it was."""
+        found = [said for holder, key, was, said in self._entries if _entry(holder, key) is not was]
+        found += [said for holder, size, said in self._sizes if len(holder) != size]
+        return ", ".join(dict.fromkeys(found))
+
+    # ---- tensors
+
+    def now(self) -> list[torch.Tensor]:
+        """The tensors as they are; one object that has several names is there as often."""
+        return fast.members(self._dicts, self._keys)
+
+    def firsts(self) -> tuple[int, ...]:
+        """Positions of the tensors in `now()`, each once."""
+        return tuple(sorted(set(firsts(self.now()))))
+
+    def distinct(self) -> list[torch.Tensor]:
+        """The tensors as they are, each once."""
+        now = self.now()
+        return [now[i] for i in self.firsts()]
+
+    def distinct_names(self) -> list[str]:
+        """The first name of each of them."""
+        return [self.names[i] for i in self.firsts()]
+
+    def with_others(self, others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Others in place of `distinct()`, one for each name."""
+        numbers = {id(tensor): k for k, tensor in enumerate(self.distinct())}
+        return [others[numbers[id(tensor)]] for tensor in self.now()]
+
+    def check_kept(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise if modules hold others than these, which were put."""
+        now = self.now()
+        names = [self.names[i] for i, tensor in enumerate(tensors) if now[i] is not tensor]
+        if names:
+            raise GraphedArgumentError(
+                f"make_graphed_callables: {self._callable} assigns {', '.join(names)} anew when it runs, which no replay "
+                "would do. Have it write in place, as in self.buffer.copy_(value) or self.buffer.add_(1)."
+            )
+
+    def put(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Have modules hold tensors, one for each name."""
+        for holder, key, tensor in zip(self._dicts, self._keys, tensors, strict=True):
+            holder[key] = tensor
+
+
+def _entry(holder: Any, key: Any) -> Any:
+    """Return what a module's dictionary has for a key; `...` for none."""
+    return holder[key] if key in holder else ...  # noqa: SIM401  TorchScript's have no `get`
+
+
+def _named(modules: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
+    """All modules in some, each once, with their paths: empty ones for those that are in no other one."""
+    found: dict[int, tuple[str, torch.nn.Module]] = {}
+    for top in modules:
+        for path, inner in top.named_modules():
+            if not found.get(id(inner), ("", inner))[0]:
+                found[id(inner)] = (path, inner)
+    return list(found.values())

@@ -1,11 +1,17 @@
-"""`GraphedOptions`: how `make_graphed_callables` warms up, records and checks."""
+"""`GraphedOptions`: how `make_graphed_callables` warms up and records, and the hooks around that.
+
+Note [When hooks run]
+    Outside of what is captured, on the stream that is current where something is recorded: once for each warm-up and once
+    for the capture, `pre_backward` and `backward` where there is a backward. Parameters that they move are left as they
+    leave them, but for a call that records again, which has them as they were. Warm-up hooks don't run then.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from cgpass.errors import OptionError
+from cgpass.errors import HookError, OptionError
 from cgpass.recompute.tracker import RNGStatesTracker
 
 Hooks: TypeAlias = Mapping[str, Callable[..., None]]
@@ -23,9 +29,6 @@ class GraphedOptions:
     num_warmup_iters: int = 3
     """Plain runs of forward and backward before each callable is recorded, at least one."""
 
-    allow_unused_input: bool = False
-    """True if inputs and parameters that require grad may get none."""
-
     pool: Any = None
     """Memory pool of the graphs (`torch.cuda.graph_pool_handle()`, a `torch.cuda.MemPool`); one of their own if None."""
 
@@ -33,10 +36,8 @@ class GraphedOptions:
     """`torch.cuda.Stream` of warm-ups and captures; one of their own if None."""
 
     order: Sequence[int] | None = None
-    """Pipeline schedule: chunk numbers from 1, positive for a forward, negative for a backward."""
-
-    num_layers_per_chunk: int | Sequence[int] | None = None
-    """With `order`: how many callables make up each chunk; as many in each if None."""
+    """Pipeline schedule: chunk numbers from 1, positive for a forward, negative for a backward. All chunks have as many
+    callables."""
 
     capture_time_hooks: Sequence[Hooks | None] | None = None
     """One entry per callable: what runs around its warm-ups and captures, never on a replay."""
@@ -44,18 +45,12 @@ class GraphedOptions:
     warmup_hooks: Hooks | None = None
     """What runs around all warm-ups, once."""
 
-    own_grads: bool = True
-    """True if gradients keep their values while held; else the next replay overwrites them, in `.grad`, too: no accumulation."""
-
     max_rerecords: int = 16
-    """Recordings made because parameters moved, or a call whose backward is due needs an earlier one, before further calls
-    of that kind run without a graph."""
+    """Recordings made because parameters moved, or since tensors that are kept beside autograd wait for their backward,
+    before further calls of that kind run without a graph."""
 
     rng_tracker: RNGStatesTracker | None = None
     """Whose states the callables draw from beside the default ones."""
-
-    patch_modules: bool = False
-    """True if modules get a graphed `forward` themselves; else a copy that shares their parameters does."""
 
     driver: Literal["auto", "cuda", "simulated", "none"] = "auto"
     """What records and replays; `auto`: `cuda` where the samples lie on CUDA, else `none`."""
@@ -67,10 +62,6 @@ class GraphedOptions:
                 raise OptionError(
                     f"make_graphed_callables: option {name!r} must be {wanted}, got {value!r}."
                 )
-        if self.order is None and self.num_layers_per_chunk is not None:
-            raise OptionError(
-                "make_graphed_callables: option 'num_layers_per_chunk' needs an order."
-            )
 
     @classmethod
     def parse(cls, options: "Mapping[str, Any] | GraphedOptions | None") -> "GraphedOptions":
@@ -81,19 +72,29 @@ class GraphedOptions:
         """
         if isinstance(options, GraphedOptions):
             return options
-        if not isinstance(options, Mapping | None):
-            raise OptionError(
-                f"make_graphed_callables: options must be a GraphedOptions or a dict, got {type(options).__name__}."
-            )
         known = [field.name for field in dataclasses.fields(cls)]
-        if unknown := [name for name in options or {} if name not in known]:
+        given = {} if options is None else options
+        if not isinstance(given, Mapping) or not given.keys() <= {*known}:
             raise OptionError(
-                f"make_graphed_callables: unknown option {unknown[0]!r}; known: {', '.join(known)}."
+                f"make_graphed_callables: options must be a GraphedOptions or a dict with some of the names "
+                f"{', '.join(known)}, got {options!r}."
             )
-        return cls(**(options or {}))
+        return cls(**given)
 
 
+CAPTURE_TIME = ("pre_forward", "forward", "pre_backward", "backward")
+WARM_UP = ("pre_warmup", "post_warmup")
 _DRIVERS = ("auto", "cuda", "simulated", "none")
+
+
+def _are_hooks(names: Sequence[str], value: Any) -> bool:
+    if value is None:
+        return True
+    return (
+        isinstance(value, Mapping) and {*value} <= {*names} and all(map(callable, value.values()))
+    )
+
+
 _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "driver": (lambda value: value in _DRIVERS, f"one of {', '.join(map(repr, _DRIVERS))}"),
     "num_warmup_iters": (lambda value: type(value) is int and value > 0, "an int >= 1"),
@@ -102,5 +103,31 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, RNGStatesTracker | None),
         "a cgpass.RNGStatesTracker or None",
     ),
+    "capture_time_hooks": (
+        lambda value: (
+            value is None
+            or (isinstance(value, list | tuple) and all(_are_hooks(CAPTURE_TIME, v) for v in value))
+        ),
+        f"a list of None or functions in a dict with some of the names {', '.join(CAPTURE_TIME)}",
+    ),
+    "warmup_hooks": (
+        lambda value: _are_hooks(WARM_UP, value),
+        f"functions in a dict with some of the names {', '.join(WARM_UP)}",
+    ),
 }
 """Checks of each option: a test, and how a message calls it."""
+
+
+def run_hook(hooks: Hooks | None, name: str, *args: Any) -> None:
+    """Call the function of one moment.
+
+    Raises:
+        HookError: It returned something.
+    """
+    function = (hooks or {}).get(name)
+    result = None if function is None else function(*args)
+    if result is not None:
+        raise HookError(
+            f"make_graphed_callables: the hook {name!r} returned a {type(result).__name__}. Hooks can't replace arguments or "
+            "results: have it return None."
+        )

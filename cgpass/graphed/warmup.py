@@ -8,7 +8,6 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,79 +16,52 @@ from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
 from cgpass.errors import CaptureError, CGPassError, GraphedArgumentError
-from cgpass.graphed.binding import Binding
+from cgpass.graphed.binding import Binding, OutputStructure, equal
 from cgpass.graphed.differentiated import Differentiated
-from cgpass.graphed.hooks import HookSet
-from cgpass.graphed.options import GraphedOptions
-from cgpass.graphed.statics import Statics
-from cgpass.graphed.values import OutputStructure, equal
+from cgpass.graphed.modules import Target
+from cgpass.graphed.options import GraphedOptions, Hooks, run_hook
 from cgpass.recompute.states import CheckpointStates
 from cgpass.runtime.driver import GraphDriver, is_capture_error
 from cgpass.runtime.failures import random_state_kept
-from cgpass.telemetry import CallStats
+from cgpass.telemetry import new_call_stats
 
 log = logging.getLogger(__name__)
 
 _OPAQUE = (torch.Tensor, bool, int, float, complex, str, bytes)
 
 
-@dataclass(eq=False)
 class Pass:
     """One forward with its sample: what it takes to record it, now and again."""
 
-    name: str
-    run: Callable[..., Any]
-    """The callable without a graph."""
-    hooked: Any
-    """The `module` that hooks get."""
-    binding: Binding
-    statics: Statics
-    find_statics: Callable[[], Statics]
-    """Finds them anew, when modules have other members than they had."""
-    hooks: HookSet
-    options: GraphedOptions
-    stats: CallStats
-    with_grad: bool
-    """True if a backward is recorded where results require grad."""
-    backward_dw: Callable[[], Any] | None = None
-    """What makes the gradients that the backward leaves out, of weights, by filling their `.grad`."""
-    structure: OutputStructure | None = None
-    """Of the last run's result."""
-    used: set[int] = field(default_factory=set)
-    """Arguments and, after them, parameters that got a gradient in a warm-up."""
-    split_off: set[int] = field(default_factory=set)
-    """Parameters that `backward_dw` makes gradients for."""
-    keeps_inputs: bool = False
-    """See `Differentiated.keeps_inputs`."""
-    asks_again: bool = False
-    """See `Differentiated.asks_again`."""
-    due: deque[Any] = field(default_factory=deque)
-    """Calls whose backward ran, but not yet what was split off, oldest first."""
-    records_backward: bool = True
-    """False once a backward could not be captured that no sample had recorded."""
-    told: set[str] = field(default_factory=set)
-    """The log."""
-    _objects: list[Any] | None = None
-    _strangers: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
-    """Leaves of the last warm-up that are neither arguments nor parameters."""
-
-    def warm_up(
-        self, driver: GraphDriver, states: CheckpointStates, iterations: int, *, pool: bool
+    def __init__(
+        self, target: Target, binding: Binding, hooks: Hooks | None, options: GraphedOptions
     ) -> None:
-        """Run forward and backward on copies, and note what they do; in the pool, if nothing was recorded there yet."""
-        run = driver.warm_up if pool else lambda fn, args: fn(args)
-        number, self._objects, self.structure = 0, None, None
-        self.used.clear()
-        self.split_off.clear()
-        while number < iterations:
-            number += 1
-            self._warm_up_once(run, states)
-            self._refuse_strangers()
-            self.stats.warmups += 1
-            if not self.statics.unchanged():  # by a first call
-                self.use_statics(self.find_statics())
-                iterations = max(iterations, 2)
-        self._refuse_unused()
+        self.name, self.run = target.name, target.run
+        self.binding, self.hooks, self.options = binding, hooks, options
+        self.stats = new_call_stats(target.name)
+        self.with_grad = torch.is_grad_enabled()
+        """True if a backward is recorded where results require grad."""
+        self.backward_dw = target.backward_dw
+        """What makes the gradients that the backward leaves out, of weights, by filling their `.grad`."""
+        self.structure: OutputStructure | None = None
+        """Of the last run's result."""
+        self.keeps_inputs = False
+        """See `Differentiated.keeps_inputs`."""
+        self.due: deque[Any] = deque()
+        """Calls whose backward ran, but not yet what was split off, oldest first."""
+        self.told: set[str] = set()
+        """The log."""
+        self._target = target
+        self._objects: list[Any] | None = None
+        self.find_statics()
+
+    def find_statics(self) -> None:
+        """Look for parameters and buffers once more: modules have other members than they had."""
+        self.statics = self._target.statics(self.binding.device)
+
+    def run_hook(self, name: str, *args: Any) -> None:
+        """Run a capture-time hook."""
+        run_hook(self.hooks, name, self._target.given, *args)
 
     def tell(self, what: str) -> None:
         """Log once what makes calls slower than they could be."""
@@ -97,16 +69,31 @@ class Pass:
             self.told.add(what)
             log.warning("%s %s", self.name, what)
 
-    def use_statics(self, statics: Statics) -> None:
-        """Have other ones from now on: what is known by position is forgotten."""
-        self.statics = statics
-        self.used.clear()
-        self.split_off.clear()
+    # ---- warm-ups
 
-    def _warm_up_once(self, run: Callable[..., Any], states: CheckpointStates) -> None:
+    def warm_up(
+        self, driver: GraphDriver, states: CheckpointStates, iterations: int, *, pool: bool
+    ) -> None:
+        """Run forward and backward on copies, and note what they do; in the pool, if nothing was recorded there yet."""
+        run = driver.warm_up if pool else lambda fn, args: fn(args)
+        number, self._objects, self.structure = 0, None, None
+        while number < iterations:
+            number += 1
+            strangers = self._warm_up_once(run, states)
+            self.stats.warmups += 1
+            if self.statics.unchanged():
+                self._refuse([leaf for ref in strangers if (leaf := ref()) is not None])
+            else:  # by a first call
+                self.find_statics()
+                iterations = max(iterations, 2)
+
+    def _warm_up_once(
+        self, run: Callable[..., Any], states: CheckpointStates
+    ) -> list[weakref.ref[torch.Tensor]]:
+        """Returns leaves that are neither arguments nor parameters."""
         samples = [sample.detach().clone() for sample in self.binding.samples]
         args, kwargs = self.binding.call(samples)
-        self.hooks.run("pre_forward", self.hooked, args, kwargs)
+        self.run_hook("pre_forward", args, kwargs)
         members = [t.detach().clone() for t in self.statics.distinct()]
         graph = Differentiated(self, warms_up=True)
 
@@ -124,32 +111,29 @@ class Pass:
                 )
         saved = graph.separate()
         self.keeps_inputs |= graph.keeps_inputs
-        self._strangers = [weakref.ref(leaf) for leaf in graph.strangers]
+        strangers = [weakref.ref(leaf) for leaf in graph.strangers]
         graph.strangers.clear()
-        self.hooks.run("forward", self.hooked, args, kwargs, self.structure.build(outputs))
-        if not graph.with_grad or not self.with_grad:
-            return
-        self.hooks.run("pre_backward", self.hooked)
+        self.run_hook("forward", args, kwargs, self.structure.build(outputs))
+        if not graph.with_grad:
+            return strangers
+        self.run_hook("pre_backward")
         wanted = [i for i, leaf in enumerate(graph.leaves) if leaf.requires_grad]
         given = [torch.zeros_like(outputs[i]) for i in graph.with_grad]
         del outputs
 
         def backward(_: list[Any]) -> list[Any]:
             with no_autocast_cache():
-                return list(graph.backward(saved, given, members, wanted))
+                return graph.backward(saved, given, members, wanted)
 
-        grads = run(backward, [])
-        for i, grad in zip(wanted, grads, strict=True):
+        for i, grad in zip(wanted, run(backward, []), strict=True):
             if grad is not None and grad.layout is not torch.strided:
                 raise self._refusal(
                     f"gives {self._name_of(i)} a gradient of layout {grad.layout}. Have it make dense ones"
                 )
-        self.asks_again |= graph.asks_again
-        self.used.update(i for i, grad in zip(wanted, grads, strict=True) if grad is not None)
-        del grads
         if self.backward_dw is not None:
-            self.split_off.update(graph.weight_grads(self.backward_dw, members))
-        self.hooks.run("backward", self.hooked)
+            graph.weight_grads(self.backward_dw, members)
+        self.run_hook("backward")
+        return strangers
 
     # ---- results
 
@@ -180,33 +164,16 @@ class Pass:
         named = [f"parameter {name}" for name in self.statics.distinct_names()]
         return [*names, *named][leaf]
 
-    def _refuse_strangers(self) -> None:
-        strangers, self._strangers = self._strangers, []
-        if not self.statics.unchanged():
-            return
-        for leaf in [leaf for ref in strangers if (leaf := ref()) is not None]:
-            owned = any(leaf is own for own in self.statics.now())
-            if owned or leaf.numel():  # so the run did not make it
+    def _refuse(self, strangers: list[torch.Tensor]) -> None:
+        """Refuse what is used and not named; a leaf without elements the run may have made."""
+        own = set(map(id, self.statics.now()))
+        for leaf in strangers:
+            if id(leaf) in own or leaf.numel():
                 raise self._refusal(
                     f"uses a tensor of shape {list(leaf.shape)} that requires grad and is neither an argument nor read as "
                     "an attribute of its modules. Name the module that has it, as in make_graphed_callables(fn, "
                     "sample_args, modules=(model,)), and read it there, or pass it as an argument"
                 )
-
-    def _refuse_unused(self) -> None:
-        if self.options.allow_unused_input or not self.used:
-            return
-        num, statics = len(self.binding.samples), self.statics
-        needed = [i for i, wanted in enumerate(self.binding.requires_grad) if wanted]
-        if statics.required:
-            needed += [num + k for k, t in enumerate(statics.distinct()) if t.requires_grad]
-        split_off = {num + k for k in self.split_off}
-        unused = [i for i in needed if i not in self.used | split_off]
-        if unused:
-            raise self._refusal(
-                f"gives no gradient to {', '.join(map(self._name_of, unused))}. Have them not require grad, or set "
-                "GraphedOptions(allow_unused_input=True)"
-            )
 
 
 # ---- what is around warm-ups and captures
@@ -243,9 +210,8 @@ def no_autocast_cache() -> Iterator[None]:
 
 # ---- failures
 
-_TORCH = str(Path(torch.__file__).parent)
-_MODULES = str(Path(torch.nn.__file__).parent / "modules")
-_OWN = str(Path(__file__).parents[1])
+_LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<"
+"""Where files begin that are none of the user's."""
 
 
 @contextlib.contextmanager
@@ -270,10 +236,9 @@ def blamed(name: str, direction: str) -> Iterator[None]:
 
 
 def _user_line(error: BaseException) -> str | None:
-    """Return where the user's code was: the innermost frame outside of torch and cgpass, else of the innermost module."""
-    frames = traceback.extract_tb(error.__traceback__)[::-1]
-    users = [f for f in frames if not f.filename.startswith((_TORCH, _OWN, "<"))]
-    modules = [f for f in frames if f.filename.startswith(_MODULES)]
-    for frame in (*users, *modules):
-        return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {(frame.line or '').rstrip(':')}"
+    """Return where the user's code was: the innermost frame outside of torch and cgpass."""
+    for frame in traceback.extract_tb(error.__traceback__)[::-1]:
+        if not frame.filename.startswith(_LIBRARIES):
+            line = (frame.line or "").rstrip(":")
+            return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {line}"
     return None

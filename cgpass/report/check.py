@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from cgpass.errors import ReportError
 from cgpass.report.model import Facts
-from cgpass.report.text import listed, share, wrapped
+from cgpass.report.text import costs, share, wrapped
 from cgpass.telemetry.reason import NEW, many
 
 _FAILED = frozenset({"capture", "failed_capture", "no_placeholder", "out_of_memory"})
@@ -22,61 +22,41 @@ _CHECKED = (
 
 def verdict(report: Facts, least: float) -> tuple[bool, str]:
     """Tell whether a share (0 to 1) of the operators was captured, and of training steps were one graph; and say so."""
-    done, work = report.work
-    plain, fell_back = outside(report)
-    whole, steps = report.whole_steps, report.steps
-    enough = bool(work or steps) and done >= least * work and whole >= least * steps
+    (done, work), (whole, steps) = report.work, (report.whole_steps, report.steps)
+    late = fell_back(report)
+    passes = bool(work or steps) and done >= least * work and whole >= least * steps and not late
     said = []
     if work:
         which = "code ran after its" if report.left_to_eager else "functions ran after their"
-        said.append(
-            f"{share(done, work)} of the {many(work, 'operator')} that compiled {which} warm-ups were captured"
-        )
+        ran = f"{many(work, 'operator')} that compiled {which} warm-ups"
+        said.append(f"{share(done, work)} of the {ran} were captured")
     if steps:
-        said.append(
-            f"{share(whole, steps)} of {many(steps, 'training step')} after first ones were one graph"
-        )
-    if not said:
-        ran = report.graphs and not report.others
-        nothing = _NOTHING if report.graph_breaks or fell_back else f"{_NOTHING}{_CHECKED}"
-        said = ["nothing ran more often than to warm up; run more steps" if ran else nothing]
-    else:
+        later = f"{many(steps, 'training step')} after first ones"
+        said.append(f"{share(whole, steps)} of {later} were one graph")
+    if said:
         said[-1] += f", {share(least, 1)} are wanted"
-    passes = enough and not fell_back
-    lines = [f"cgpass check: {'passed' if passes else 'FAILED'}: {'; '.join(said)}"]
-    if report.graph_breaks:
-        places = [(each.line or "").partition(" in ")[0] for each in report.graph_breaks]
-        at = list(dict.fromkeys(places))
-        lines.append(
-            f"graph breaks at {many(len(at), 'line')} ({listed(at)}): what runs there, outside of compiled functions, is "
-            "not among these operators"
-        )
-    lines += ["fell back:", *(f"  {each}" for each in fell_back)] if fell_back else []
-    if plain and not enough:
-        lines += ["runs without graphs:", *(f"  {each}" for each in plain)]
-    rows = [row for each in lines for row in wrapped(each, len(each) - len(each.lstrip()))]
-    return passes, "\n".join(rows)
+    elif report.graphs and not report.others:
+        said = ["nothing ran more often than to warm up; run more steps"]
+    else:
+        said = [_NOTHING if report.graph_breaks or late else f"{_NOTHING}{_CHECKED}"]
+    lines = wrapped(f"cgpass check: {'passed' if passes else 'FAILED'}: {'; '.join(said)}")
+    lines += ["fell back:", *(row for each in late for row in wrapped(each, 2))] if late else []
+    return passes, "\n".join([*lines, *costs(report)])
 
 
-def outside(report: Facts) -> tuple[list[str], list[str]]:
-    """Return what ran without graphs by design, and what was to be captured and ran without one all the same."""
-    plain: list[str] = []
-    fell_back = [
-        f"{each.left}; {each.detail} [{each.code}]; {each.fix}" for each in report.left_to_eager
-    ]
+def fell_back(report: Facts) -> list[str]:
+    """List what was to be captured, or compiled, and ran without a graph all the same."""
+    found = list(map(str, report.left_to_eager))
     for graph in report.graphs:
-        if graph.skip is not None:
-            plain.append(f"{graph.name} ({many(graph.num_ops, 'operator')}): {graph.skip}")
         for part in graph.partitions:
             for reason in part.reasons:
-                late = reason.code in _FAILED if not part.captured else reason.code not in NEW
-                told = fell_back if late and not reason.is_chosen else plain
-                told.append(f"{graph.name}, {part.name}: {reason}")
-    return plain, list(dict.fromkeys(fell_back))
+                late = reason.code not in NEW if part.captured else reason.code in _FAILED
+                found += [f"{graph.name}, {part.name}: {reason}"] * late
+    return list(dict.fromkeys(found))
 
 
 def least_share(text: str) -> float:
-    """A share written as `95%`, `95` or `0.95`.
+    """Read a share as `95%`, `95` or `0.95`.
 
     Raises:
         ReportError: It is none.
@@ -85,8 +65,7 @@ def least_share(text: str) -> float:
         number = float(text.strip().removesuffix("%"))
     except ValueError:
         number = -1.0
-    if text.strip().endswith("%") or number > 1:
-        number /= 100
+    number /= 100 if text.strip().endswith("%") or number > 1 else 1
     if not 0 <= number <= 1:
         raise ReportError(f"--min-captured is a share as 95% or 0.95, got {text!r}")
     return number

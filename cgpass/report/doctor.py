@@ -1,4 +1,4 @@
-"""`python -m cgpass doctor`: whether what graphs need is there, and whether a tiny one is recorded and replayed."""
+"""`python -m cgpass doctor`: looks for what graphs need, and records and replays a tiny one."""
 
 import importlib.metadata
 import importlib.util
@@ -26,6 +26,8 @@ _ENVIRONMENT: Final = {
 }
 """Variables that do harm, and what to do about them."""
 
+_COMPILERS: Final = ["c++", "g++", "clang++"]
+
 Finding = tuple[str, str, str]
 """What was looked at, what was found, and what to do; the last is empty where all is well."""
 
@@ -52,25 +54,19 @@ def _torch() -> Iterator[Finding]:
     if "cgpass" not in names:
         said = 'not installed by pip: torch.compile(..., backend="cgpass") needs `import cgpass`'
         yield "backend", said, ""
-    if torch.cuda.is_available():
-        devices = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
-        found = ", ".join(devices)
-    else:
-        found = "no device: graphs are simulated, for tests alone"
+    devices = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    found = ", ".join(devices) or "no device: graphs are simulated, for tests alone"
     yield "driver", f"CUDA {torch.version.cuda or 'is not in this torch'}, {found}", ""
 
 
 def _compiler() -> Iterator[Finding]:
-    named = os.environ.get("CXX", "").split(" ")[0]
-    found = [named] if named else ["c++", "g++", "clang++"]
+    found = [named] if (named := os.environ.get("CXX", "").split(" ")[0]) else _COMPILERS
     path = next(filter(None, map(shutil.which, found)), None)
     fix = "" if path else "Install g++ or clang++, or name a compiler by CXX="
     yield "C++ compiler", path or f"none of {', '.join(found)}", fix
-    if importlib.util.find_spec("triton") is not None:
-        yield "triton", "installed", ""
-    else:
-        fix = "Install triton, or use compiler='eager'" if torch.cuda.is_available() else ""
-        yield "triton", "not installed", fix
+    lacks = importlib.util.find_spec("triton") is None
+    fix = "Install triton, or use compiler='eager'" if lacks and torch.cuda.is_available() else ""
+    yield "triton", "not installed" if lacks else "installed", fix
 
 
 def _native() -> Iterator[Finding]:
@@ -78,19 +74,18 @@ def _native() -> Iterator[Finding]:
     there = next(each for each in (folder, *folder.parents) if each.exists())
     fix = "" if os.access(there, os.W_OK) else "Set XDG_CACHE_HOME to a folder that can be written"
     yield "cache of native code", str(folder), fix
-    start = time.monotonic()
-    if native.loader.wait("off"):
-        yield "native code", f"in use, after {time.monotonic() - start:.0f} s", ""
-    else:
-        yield "native code", str(native.loader.status), "See python -m cgpass build"
+    fix = "" if native.loader.wait("off") else "See python -m cgpass build"
+    yield "native code", str(native.loader.status), fix
 
 
 def _environment() -> Iterator[Finding]:
-    options = {name for name in os.environ if name.startswith("CGPASS_")}
-    for name in sorted({*_ENVIRONMENT, *options} & os.environ.keys()):
-        value = os.environ[name]
-        fix = "" if value in ("", "0") else _ENVIRONMENT.get(name, "")
-        yield f"{name}={value}", "is set", fix
+    for name, value in sorted(os.environ.items()):
+        if name in _ENVIRONMENT or name.startswith("CGPASS_"):
+            yield (
+                f"{name}={value}",
+                "is set",
+                "" if value in ("", "0") else _ENVIRONMENT.get(name, ""),
+            )
     try:
         Options.parse(None)
     except ValueError as error:

@@ -1,10 +1,9 @@
 """Reads in torch's own notes what `torch.compile` left to eager, and which graph breaks were met."""
 
-import contextlib
 import linecache
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -13,8 +12,6 @@ from cgpass.compile.facts.breaks import given_up, place_of, untold
 from cgpass.compile.facts.lines import function_name
 from cgpass.telemetry.reason import OTHER_FIXES, OTHER_OPTIONS, Reason
 
-_NOTED: Final = 4096
-"""Compilations of a process that are looked through; torch keeps less."""
 _AT_LIMIT: Final = "recompile limit exceeded"
 _LIMIT: Final = re.compile(r"exceeding the (\w+) .*currently set to (\d+)")
 _VERSION: Final = re.compile(r"^\[?\d+/\d+\]?: ")
@@ -26,30 +23,8 @@ _OTHER_BACKEND: Final = "BACKEND_MATCH"
 _WRAPPER: Final = os.path.join("torch", "_dynamo", "external_utils.py")
 """Holds the function as which Dynamo compiles modules of torch's. Source: `wrap_inline`, 2.11 to 2.15."""
 
-_EARLIER: Final = "noted before this report: "
-
 Function = tuple[Any, ...]
 """File, first line and name; of a function that is not known, what torch numbers it."""
-
-
-@contextlib.contextmanager
-def noted() -> Iterator[list[Any]]:
-    """Have torch note more compilations, from the first graph on if Dynamo is not loaded yet; gives what it noted."""
-    before: list[int] = []
-
-    def more(*_: object) -> None:
-        if not before:
-            limit = torch_private.note_compilations(_NOTED)
-            before.extend([] if limit is None else [limit])
-
-    end = telemetry.listen(more)
-    more()
-    try:
-        yield torch_private.compilations()
-    finally:
-        end()
-        if before:
-            torch_private.note_compilations(before[0])
 
 
 def graph_breaks(
@@ -70,10 +45,7 @@ def graph_breaks(
         for each in noted
         if each in before and not each.over and _function_of(each) in functions
     ]
-    known = [
-        replace(each, detail=f"{_EARLIER}{each.detail}", is_earlier=True)
-        for each in untold(old, lines, places)
-    ]
+    known = [replace(each, is_earlier=True) for each in untold(old, lines, places)]
     every: dict[Any, Reason] = {}
     for each in (*ends, *new, *known):
         every.setdefault((place_of(each.line) or each, each.rest), each)
@@ -81,7 +53,7 @@ def graph_breaks(
     return [each for each in every.values() if each.rest is None], left
 
 
-def left_to_eager(before: Sequence[Any], earlier: str = _EARLIER) -> list[Reason]:
+def left_to_eager(before: Sequence[Any]) -> list[Reason]:
     """Functions whose last compilation was given up; of those noted `before` only what was compiled for our backend."""
     old, notes, found = set(map(id, before)), torch_private.compilations(), list[Reason]()
     ours = {each.function for each in torch_private.graph_breaks() if not each.over}
@@ -91,9 +63,7 @@ def left_to_eager(before: Sequence[Any], earlier: str = _EARLIER) -> list[Reason
     for function, each in _last(torch_private.compilations(since_reset=True)).items():
         is_ours = torch_private.is_ours(each) or (function[0], function[-1]) in ours
         if id(each) in old and is_ours and len(function) > 1 and torch_private.was_given_up(each):
-            reason = _described(function, each)
-            detail = f"{earlier}{reason.detail}"
-            found.append(replace(reason, detail=detail, is_earlier=True))
+            found.append(replace(_described(function, each), is_earlier=True))
     return found
 
 

@@ -69,13 +69,11 @@ def explain(
         >>> [graph.direction for graph in report.graphs]
         ['forward', 'backward']
 
-    A block runs nothing itself and changes nothing. Other threads' calls count, too. Inside of it the report tells of
-    what ran so far.
+    A block runs nothing itself and changes nothing. Other threads' calls count, too. The report is there when it ends.
 
     With a function, up to 13 calls run, with their backward. What is not compiled yet is compiled with
-    `backend="cgpass"`, anew each time. A batch by itself is given as data loaders mean it: a mapping by name
-    (`**batch`) if the function takes these names, as a named tuple is, a tuple or list as `*batch` if it takes more
-    than one argument.
+    `backend="cgpass"`, anew each time. A batch by itself is given as data loaders mean it: a mapping as `**batch`, a
+    tuple or list as `*batch`; to give it whole, write `[batch]`.
     Afterwards parameters, buffers, gradients and optimizers that the function is, is given or names are as they were,
     and so are torch's random numbers. Nothing else is put back: attributes, caches, schedulers, written arguments.
 
@@ -94,7 +92,7 @@ def explain(
 
     Raises:
         OptionError: `options=` for what is compiled already.
-        InputError: The function does not take the batch in any of these ways; no function, and arguments.
+        InputError: The function does not take the batch in this way; no function, and arguments.
         Exception: Whatever the function raises, as it is.
     """
     if fn is None:
@@ -125,7 +123,7 @@ def explain(
         stack.enter_context(_restored([*modules.values()], tensors, optimizers))
         # Dynamo would find what a disabled function wraps
         as_it_is = is_compiled or torch_private.is_disabled(fn)
-        run = fn if as_it_is else stack.enter_context(_compiled(fn))
+        run = fn if as_it_is else stack.enter_context(_compiled(fn, given))
         call = functools.partial(_call, lambda: run(*args, **kwargs), training, tensors)
         with watch.watched() as report:
             settled = _settle(call)
@@ -138,16 +136,16 @@ def explain(
 
 
 @contextlib.contextmanager
-def _compiled(fn: Fn) -> Iterator[Callable[..., Any]]:
-    """Return what `torch.compile` makes of it with the options of now; afterwards nothing of it is left."""
+def _compiled(fn: Fn, given: dict[str, Any]) -> Iterator[Callable[..., Any]]:
+    """Compile it with the options of now; afterwards nothing of that is left."""
     before = telemetry.counters()["graphs"]
-    with torch_private.backend_for_once(cgpass) as backend:
-        torch_private.note_graph_breaks()  # Dynamo is loaded by now
-        try:
-            yield torch.compile(fn, backend=backend)
-        finally:
-            for owner in _owners(since=before):
-                owner.release()
+    compiled = torch.compile(fn, backend=cgpass, options=given)
+    torch_private.note_graph_breaks()  # Dynamo is loaded by now
+    try:
+        yield compiled
+    finally:
+        for owner in _owners(since=before):
+            owner.release()
 
 
 def _owners(since: int = 0) -> list[Owner]:
@@ -194,7 +192,7 @@ def _call(run: Callable[[], Any], training: bool, tensors: Sequence[torch.Tensor
 
 
 def _differentiated(result: Any) -> list[torch.Tensor]:
-    """Return what a backward begins with: the loss of a model's output, else whatever requires grad."""
+    """Choose where a backward begins: at the loss of a model's output, else at whatever requires grad."""
     loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         return [loss]
@@ -287,34 +285,23 @@ def _signature(fn: Fn) -> inspect.Signature | None:
 def _spread(
     fn: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give a batch that is a mapping, tuple or list by itself as the function takes it: spread out, or as it is."""
-    signature = _signature(fn)
+    """Spread a batch that is given by itself: a mapping by name, a tuple or list by position."""
     batch: Any = args[0] if len(args) == 1 and not kwargs else None
-    if signature is None or not isinstance(batch, Mapping | tuple | list) or not len(batch):
-        return args, kwargs
-    stars, ways = "*", [(args, kwargs)]
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if isinstance(batch, Mapping):
-        as_it_is = next(iter(signature.parameters), None) not in batch
-        stars, ways = "**", [((), dict(batch)), *(ways * as_it_is)]
-    elif hasattr(batch, "_asdict"):  # a named tuple
-        ways = [((), batch._asdict()), *ways, (tuple(batch), {})]
-    elif sum(each.kind in by_position for each in signature.parameters.values()) != 1:
-        ways = [(tuple(batch), {}), *ways]
-    why = ""
-    for way in ways:
-        try:
-            signature.bind(*way[0], **way[1])
-        except TypeError as error:
-            why = why or str(error)
-        else:
-            return way
-    names = [f"{name}=..." for name in signature.parameters]
-    write = ", ".join([*names[:3], "..."] if len(names) > 3 else names)
-    raise InputError(
-        f"cgpass.explain: {_name_of(fn)} does not take {stars}batch: {why}; write out what it takes: "
-        f"cgpass.explain(model, {write})"
-    )
+        stars, args, kwargs = "**", (), dict(batch)
+    elif isinstance(batch, tuple | list):
+        stars, args = "*", tuple(batch)
+    else:
+        return args, kwargs
+    try:
+        if (signature := _signature(fn)) is not None:
+            signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise InputError(
+            f"cgpass.explain: {_name_of(fn)} does not take {stars}batch: {error}; write out what it takes, or [batch] if "
+            "it takes the batch whole"
+        ) from None
+    return args, kwargs
 
 
 def _name_of(fn: Fn) -> str:

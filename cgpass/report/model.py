@@ -32,8 +32,6 @@ class PartitionReport(PartitionSummary):
     """The growth of its `cgpass.counters()`."""
     recordings: tuple[RecordingNote, ...] = ()
     """The newest of those that were made, oldest first."""
-    live_recordings: int = 0
-    """Recordings that it has now."""
     copied_inputs: tuple[CopiedInput, ...] = ()
     """Of its newest recording, largest first."""
     static_inputs: int = 0
@@ -49,7 +47,6 @@ class GraphReport(GraphSummary):
     """A forward, backward or inference graph, and what it did."""
 
     partitions: tuple[PartitionReport, ...]
-    number: int
     calls: int = 0
 
     @property
@@ -66,7 +63,7 @@ class Facts:
     """The facts of some calls."""
 
     unfinished: bool = False
-    """True if the block goes on."""
+    """True if the block goes on, and nothing is told yet."""
     cgpass: str = ""
     torch: str = ""
     device: str = ""

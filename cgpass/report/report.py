@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -15,24 +14,17 @@ from cgpass.errors import ReportError
 from cgpass.report import text
 from cgpass.report.model import Facts
 from cgpass.report.text import milliseconds, share
-from cgpass.telemetry.reason import many
 
-SCHEMA: Final = 2
+SCHEMA: Final = 3
 """Version of the dictionaries that `Report.to_dict` gives."""
 
 
 class Report(Facts):
     """A report on some calls. `print` shows it as text; `save` writes it as JSON or as a page."""
 
-    _so_far: "Callable[[], Report] | None" = None
-    """Gives what there is as long as the block goes on."""
-
-    def _now(self) -> "Report":
-        return self if self._so_far is None else self._so_far()
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {"schema": SCHEMA, **dataclasses.asdict(self._now())}
+        return {"schema": SCHEMA, **dataclasses.asdict(self)}
 
     @classmethod
     def from_dict(cls, data: Any) -> "Report":
@@ -46,13 +38,14 @@ class Report(Facts):
                 "this is no report of cgpass: a dictionary with the key 'schema' was expected; save one with "
                 "cgpass.explain(...).save('report.json')"
             )
-        if data["schema"] != SCHEMA or isinstance(data["schema"], bool):
+        schema, fields = data["schema"], {name: data[name] for name in data if name != "schema"}
+        if schema != SCHEMA:
             raise ReportError(
-                f"the report has schema {data['schema']!r}, this version of cgpass reads schema {SCHEMA}: read it with "
-                f"the version that wrote it ({data.get('cgpass', 'unknown')}), or make it again"
+                f"the report has schema {schema!r}, this version of cgpass reads schema {SCHEMA}: read it with the "
+                f"version that wrote it ({data.get('cgpass', 'unknown')}), or make it again"
             )
         try:
-            return _decoded(cls, {k: v for k, v in data.items() if k != "schema"})
+            return _decoded(cls, fields)
         except (TypeError, AttributeError) as error:
             raise ReportError(f"the report is damaged: {error}") from error
 
@@ -64,13 +57,12 @@ class Report(Facts):
             ReportError: There is none.
         """
         try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ReportError(f"{path} can't be read: {error.strerror}") from error
         except ValueError as error:
-            if isinstance(error, ReportError):
-                raise
             raise ReportError(f"{path} is no JSON: {error}") from error
+        return cls.from_dict(data)
 
     def to_json(self) -> str:
         """JSON text of `to_dict`."""
@@ -83,27 +75,24 @@ class Report(Facts):
             path: Ends in .json for what `load` reads, in .html for a page to look at, in .txt for the text.
 
         Raises:
-            ReportError: Another ending, or the file can't be written; then it is as it was.
+            ReportError: Another ending, or the file can't be written.
         """
         path = Path(path)
         check_place(path)
-        said, part = WRITERS[path.suffix](self._now()), path.with_suffix(f".{os.getpid()}.part")
         try:
-            part.write_text(said, encoding="utf-8")
-            part.replace(path)
+            path.write_text(WRITERS[path.suffix](self), encoding="utf-8")
         except OSError as error:
-            part.unlink(missing_ok=True)
             raise ReportError(f"{path} can't be written: {error.strerror}") from error
 
     def __str__(self) -> str:
-        return text.text(self._now())
+        return text.text(self)
 
 
 def html(report: Facts) -> str:
     """The report as one page that needs nothing else, for browsers in light and in dark."""
     source = Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8")
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    return template.from_string(source).render(report=report, text=text, many=many)
+    return template.from_string(source).render(report=report, text=text)
 
 
 WRITERS: Final[dict[str, Callable[[Report], str]]] = {
@@ -146,9 +135,9 @@ def diff(old: Report, new: Report) -> str:
         if getattr(old, field_) != getattr(new, field_)
     ]
     before, after = _told(old), _told(new)
-    lines += [f"gone: {text}" for key, text in before.items() if key not in after]
-    lines += [f"new: {text}" for key, text in after.items() if key not in before]
-    return "\n".join(lines) or "nothing changed"
+    lines += [f"gone: {each}" for key, each in before.items() if key not in after]
+    lines += [f"new: {each}" for key, each in after.items() if key not in before]
+    return "\n".join(row for line in lines for row in text.wrapped(line)) or "nothing changed"
 
 
 def _recordings(counters: Mapping[str, int]) -> str:
@@ -170,5 +159,5 @@ _COMPARED: Final[Sequence[tuple[str, str, Callable[[Any], str]]]] = (
 
 
 def _told(report: Report) -> dict[tuple[str, str | None, str], str]:
-    """Return what runs outside of graphs, by what stays the same where lines move."""
+    """Texts of all reasons, by what stays the same where lines move."""
     return {(each.code, each.rest, each.op or each.detail): str(each) for each in report.reasons}

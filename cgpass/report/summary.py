@@ -5,49 +5,28 @@ import difflib
 from collections import Counter
 from collections.abc import Iterator
 
-from cgpass import telemetry, torch_private
+from cgpass import telemetry
 from cgpass.errors import ExpectationError, OptionError
-from cgpass.report import eager
-from cgpass.runtime import native
+from cgpass.report import watch
 
 
 def summary() -> str:
-    """Return what this process compiled, or compiled or called since `cgpass.reset()`, a few lines for each graph.
+    """Return what ran in this process, or since `cgpass.reset()`, a few lines for each graph.
 
-    Graphs that are alike are told of once: partitions captured and eager, and why. Below each graph, the graph break it ends at, and partitions some of whose
-    calls ran without a graph or warmed up again and again, and why. Then graph breaks that no graph ends at, modules of
-    torch's that one left to eager, and functions that reached torch's limit on compilations; others that `torch.compile`
-    gave up as a whole are named by `explain` alone. Then training steps and what `make_graphed_callables` returned, and
-    how they were called. Last, whether the native code is in use, unless nothing was to be recorded.
+    Graphs that are alike are told of once: partitions captured and eager, and why calls ran without a graph. Then graph
+    breaks, and functions that `torch.compile` left to eager; training steps and what `make_graphed_callables` returned,
+    and how they were called. Last, whether the native code is in use, unless nothing was to be recorded.
     """
-    blocks, listed = Counter[tuple[str, ...]](), telemetry.summarised()
-    for graph, runs in listed:
-        head, *block = str(graph).splitlines()
-        if graph.graph_break is not None and graph.direction != "backward":
-            block.append(f"  {graph.graph_break.ending}")
-        parts = {name: part for run in runs for name, part in run.parts.items()}
-        block += [f"  {name}: {why}" for name, part in parts.items() for why in part.reasons]
-        blocks[head, *block] += 1
-    lines = []
-    for (head, *block), times in blocks.items():
-        lines += [f"{head} ({times} times)" if times > 1 else head, *block]
-    graphs = [graph for graph, _ in listed]
-    told = {graph.graph_break for graph in graphs}
-    earlier = {each for each in torch_private.graph_breaks() if each.earlier}
-    breaks, left = eager.graph_breaks(earlier, graphs)
-    lines += [f"graph break at {each.line}: {each.detail}" for each in breaks if each not in told]
-    rests = {each.rest for each in told if each is not None}
-    lines += [f"{each.left}: {each.detail}" for each in left if each.rest not in rests]
-    lines += [
-        f"{each.left}: {each.detail} [{each.code}]; {each.fix}"
-        for each in eager.left_to_eager(torch_private.compilations(), earlier="")
-        if each.code == "recompile_limit"
+    report = watch.since_reset()
+    lines = [
+        str(graph).replace("\n", f" ({times} times)\n" if times > 1 else "\n", 1)
+        for graph, times in Counter(f"{graph}\n" for graph in report.graphs).items()
     ]
-    lines += [each.explain() for each in telemetry.others()]
+    lines += map(str, (*report.graph_breaks, *report.left_to_eager, *report.others))
     if not lines:
         return "no graph was compiled"
-    status = native.loader.status
-    return "\n".join(lines if status is None else [*lines, f"native code: {status}"])
+    native = [] if report.native is None else [f"native code: {report.native}"]
+    return "\n".join([each.rstrip("\n") for each in lines] + native)
 
 
 @contextlib.contextmanager

@@ -9,24 +9,14 @@ from typing import Final
 
 from cgpass.report.model import Facts, GraphReport, PartitionReport
 from cgpass.telemetry.reason import OTHER_FIXES, Reason, many
-from cgpass.telemetry.summaries import RecordingNote
 
 WIDTH: Final = 100
 _LISTED: Final = 12
 """Findings that the text lists."""
 _SHOWN: Final = 6
-"""Recordings of a partition that are all listed."""
-_NAME: Final = 24
-"""Width of the names of partitions; longer ones have a line of their own."""
-COLUMNS: Final = (
-    ("runs", 6),
-    ("ops", 6),
-    ("calls", 8),
-    ("replays", 8),
-    ("copied", 10),
-    ("recorded", 8),
-    ("device", 9),
-)
+"""Recordings of a partition that are listed, the newest."""
+_ROW: Final = "    {:24} {:>6} {:>6} {:>8} {:>8} {:>10} {:>8} {:>9}"
+"""Of the table of partitions; longer names have a line of their own."""
 NOTHING: Final = (
     "Nothing that cgpass compiled ran here. Either it is compiled for another backend, or torch.compile gave it up "
     "earlier in this process (torch.compiler.reset() has it tried again), or it was not called."
@@ -59,12 +49,9 @@ def share(part: float, whole: float) -> str:
     """A percentage that says 100% only of everything, and 0% only of nothing."""
     if not whole:
         return "-"
-    percent = 100 * part / whole
-    shown = f"{percent:.1f}"
-    if part < whole and shown == "100.0":
-        return "99.9%"
-    if part and shown == "0.0":
-        return "0.1%"
+    shown = f"{100 * part / whole:.1f}"
+    shown = "99.9" if part < whole and shown == "100.0" else shown
+    shown = "0.1" if part and shown == "0.0" else shown
     return f"{shown.removesuffix('.0')}%"
 
 
@@ -90,11 +77,9 @@ def wrapped(words: str, indent: int = 0, hanging: int = 2) -> list[str]:
 
 def headline(report: Facts) -> str:
     """How much ran in graphs, in one line."""
-    return f"{'so far, inside of the block: ' if report.unfinished else ''}{_headline(report)}"
-
-
-def _headline(report: Facts) -> str:
     done, work = report.work
+    if report.unfinished:
+        return "the block that is watched goes on: its report is there when it ends"
     if report.graphs_ms is not None and report.device_ms:
         inside = (
             f"{share(report.graphs_ms, report.device_ms)} of the time on the device inside graphs"
@@ -117,7 +102,7 @@ def _headline(report: Facts) -> str:
 
 
 def facts(report: Facts) -> Iterator[str]:
-    """Return what stands below the headline."""
+    """Lines below the headline."""
     if report.ms is not None and report.plain_ms is not None:
         ratio = report.plain_ms / report.ms
         yield (
@@ -132,10 +117,6 @@ def facts(report: Facts) -> Iterator[str]:
         )
     if report.settled is False:
         yield "it did not settle: calls went on recording or compiling"
-    if report.left_to_eager:
-        yield "what is left to eager is not among the operators, but your functions that it calls are"
-    elif report.graph_breaks:
-        yield "what runs at graph breaks, outside of compiled functions, is not among the operators"
 
 
 # ---- what costs most
@@ -162,12 +143,13 @@ def findings(report: Facts) -> list[Reason]:
 
 def _found(report: Facts) -> Iterator[tuple[float, Reason]]:
     """Each thing that costs time, and operators that ran without a graph for it; endless for what is not counted."""
-    for reason in report.left_to_eager:
-        because = f"because of {reason.line}: " if reason.line else ""
-        where = f"{reason.rest or 'a function without a line of its own'} runs in eager"
-        yield math.inf, replace(reason, line=where, detail=f"{because}{reason.detail}")
-    for reason in report.graph_breaks:
-        yield math.inf, reason
+    for reason in (*report.left_to_eager, *report.graph_breaks):
+        detail = f"{'noted before this report: ' if reason.is_earlier else ''}{reason.detail}"
+        where = reason.line
+        if reason.rest is not None:
+            where = f"{reason.rest} runs in eager"
+            detail = f"because of {reason.line}: {detail}" if reason.line else detail
+        yield math.inf, replace(reason, line=where, detail=detail)
     for reason in report.recompilations:
         yield 0, reason
     for graph in report.graphs:
@@ -231,22 +213,11 @@ def text(report: Facts) -> str:
     lines = [*wrapped(headline(report)), *wrapped(", ".join(about))]
     for each in facts(report):
         lines += wrapped(each)
-    found = findings(report)
-    if found:
-        lines += ["", "What costs most:"]
-        for number, each in enumerate(found[:_LISTED], 1):
-            times = f" ({each.count} times)" if each.count > 1 else ""
-            lines += wrapped(f"{number}. {each.line}{times}", 2, 3)
-            lines += wrapped(what(each), 5)
-            lines += wrapped(f"Do: {each.fix}", 5) if each.fix else []
-        if len(found) > _LISTED:
-            lines += wrapped(
-                f"and {len(found) - _LISTED} more; report.save('report.json') keeps all", 2
-            )
+    lines += costs(report)
     for place, graphs in by_function(report.graphs):
         lines += ["", *wrapped(place)]
         for graph in graphs:
-            lines += _graph(graph)
+            lines += [*wrapped(head(graph), 2), *table(graph)]
     for other in report.others:
         lines.append("")
         for each in other.splitlines():
@@ -254,25 +225,40 @@ def text(report: Facts) -> str:
     return "\n".join(lines)
 
 
+def costs(report: Facts) -> list[str]:
+    """Lines on what costs most: place, cause and remedy of each; none where nothing does."""
+    if not (found := findings(report)):
+        return []
+    lines = ["", "What costs most:"]
+    for number, each in enumerate(found[:_LISTED], 1):
+        times = f" ({each.count} times)" if each.count > 1 else ""
+        lines += wrapped(f"{number}. {each.line}{times}", 2, 3)
+        lines += wrapped(what(each), 5)
+        lines += wrapped(f"Do: {each.fix}", 5) if each.fix else []
+    if len(found) > _LISTED:
+        lines += wrapped(
+            f"and {len(found) - _LISTED} more; report.save('report.json') keeps all", 2
+        )
+    return lines + [row for each in uncounted(report) for row in wrapped(each, 2)]
+
+
+def uncounted(report: Facts) -> Iterator[str]:
+    """Say what is not among the operators, if anything."""
+    if report.left_to_eager:
+        yield "what is left to eager is not among the operators, but your functions that it calls are"
+    elif report.graph_breaks:
+        yield "what runs at graph breaks, outside of compiled functions, is not among the operators"
+
+
 def by_function(graphs: Iterable[GraphReport]) -> list[tuple[str, list[GraphReport]]]:
     """Graphs by the function that they belong to, and where that begins; compilations that are alike are one."""
-    found: dict[object, list[GraphReport]] = {}
+    functions: dict[int | None, list[GraphReport]] = {}
     for graph in graphs:
-        key = ("graph", graph.number) if graph.function is None else graph.function
-        found.setdefault(key, []).append(graph)
-    alike: list[list[list[GraphReport]]] = []
-    for each in found.values():
-        for others in alike:
-            if _bare(each) == _bare(others[0]):
-                others.append(each)
-                break
-        else:
-            alike.append([each])
-    return [(_place(each[0][0], len(each)), each[0]) for each in alike]
-
-
-def _bare(graphs: Iterable[GraphReport]) -> list[GraphReport]:
-    return [replace(graph, number=0, function=None) for graph in graphs]
+        functions.setdefault(graph.function, []).append(replace(graph, function=None))
+    alike: dict[str, list[list[GraphReport]]] = {}
+    for each in functions.values():
+        alike.setdefault(repr(each), []).append(each)
+    return [(_place(same[0][0], len(same)), same[0]) for same in alike.values()]
 
 
 def _place(graph: GraphReport, times: int) -> str:
@@ -280,53 +266,38 @@ def _place(graph: GraphReport, times: int) -> str:
     return place if times == 1 else f"{place}, compiled {times} times, each time like this"
 
 
-def _graph(graph: GraphReport) -> Iterator[str]:
-    done, work = graph.work
+def head(graph: GraphReport) -> str:
+    """Direction and calls of a graph, and how much of it ran in CUDA graphs."""
     if graph.skip is not None:
         count = f"{many(graph.num_ops, 'operator')}, {many(graph.calls, 'call')}"
-        yield from wrapped(f"{graph.direction}: runs without CUDA graphs, {count}: {graph.skip}", 2)
-        return
-    head = f"{graph.direction}: {many(graph.calls, 'call')}"
-    if work:
-        head += f", {share(done, work)} of {many(work, 'operator')} in graphs"
-    yield from wrapped(head, 2)
+        return f"{graph.direction}: runs without CUDA graphs, {count}: {graph.skip}"
+    done, work = graph.work
+    inside = f", {share(done, work)} of {many(work, 'operator')} in graphs" if work else ""
+    return f"{graph.direction}: {many(graph.calls, 'call')}{inside}"
+
+
+def table(graph: GraphReport) -> Iterator[str]:
+    """A row for each partition, and what is to be said of it, in lines."""
     timed = any(part.device_ms is not None for part in graph.partitions)
-    yield _row("partition", [title for title, _ in COLUMNS][: None if timed else -1])
+    titles = ("partition", "runs", "ops", "calls", "replays", "copied", "recorded")
+    if graph.partitions:
+        yield _ROW.format(*titles, "device" if timed else "").rstrip()
     for part in graph.partitions:
         name = " ".join(part.name.split())
-        if len(name) > _NAME:
+        if len(name) > 24:
             yield from wrapped(name, 4)
             name = ""
-        yield _row(name, cells(part)[: None if timed else -1])
-        for fact in partition_facts(part):
+        copied = size(sum(each.num_bytes for each in part.copied_inputs))
+        counts = (part.replays, copied, part.counts.get("recordings", 0))
+        kind, more = ("graph", counts) if part.captured else ("plain", "---")
+        took = milliseconds(part.device_ms) if timed else ""
+        yield _ROW.format(name, kind, part.num_ops, part.calls, *more, took).rstrip()
+        for fact in _facts(part):
             yield from wrapped(fact, 6)
 
 
-def _row(name: str, cells: Iterable[str]) -> str:
-    columns = (f" {cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=False))
-    return f"    {name:{_NAME}}{''.join(columns)}"[:WIDTH].rstrip()
-
-
-def cells(part: PartitionReport) -> list[str]:
-    """A partition's row of the table, but for its name."""
-    device = milliseconds(part.device_ms)
-    if not part.captured:
-        return ["plain", str(part.num_ops), str(part.calls), "-", "-", "-", device]
-    return [
-        "graph",
-        str(part.num_ops),
-        str(part.calls),
-        str(part.replays),
-        size(sum(each.num_bytes for each in part.copied_inputs)),
-        str(part.counts.get("recordings", 0)),
-        device,
-    ]
-
-
-def partition_facts(part: PartitionReport) -> Iterator[str]:
-    """Return where a captured partition's inputs and outputs lie, and why its recordings were made."""
-    if not part.captured:
-        return
+def _facts(part: PartitionReport) -> Iterator[str]:
+    """Say where a captured partition's inputs and outputs lie, and why its recordings were made."""
     found = []
     if part.copied_inputs:
         copied = [f"{each.name} ({size(each.num_bytes)})" for each in part.copied_inputs]
@@ -340,17 +311,13 @@ def partition_facts(part: PartitionReport) -> Iterator[str]:
     if found:
         yield "; ".join(found)
     made = part.counts.get("recordings", len(part.recordings))
-    numbered = [*enumerate(part.recordings, made - len(part.recordings) + 1)]
-    shown = numbered if len(numbered) <= _SHOWN else [*numbered[:3], *numbered[-2:]]
+    shown = [*enumerate(part.recordings, made - len(part.recordings) + 1)][-_SHOWN:]
     if made > 1 or any(each.cause != "first" for each in part.recordings):
         for number, each in shown:
-            yield f"recording {number}{_took(each)}: {each.cause}: {each.detail}"
+            warm_up = (
+                "" if each.warm_up_ms is None else f", warm-up {milliseconds(each.warm_up_ms)}"
+            )
+            took = "" if each.record_ms is None else f" ({milliseconds(each.record_ms)}{warm_up})"
+            yield f"recording {number}{took}: {each.cause}: {each.detail}"
     if len(shown) < made:
-        yield f"{made - len(shown)} more recordings are not listed"
-
-
-def _took(each: RecordingNote) -> str:
-    if each.record_ms is None:
-        return ""
-    more = "" if each.warm_up_ms is None else f", warm-up {milliseconds(each.warm_up_ms)}"
-    return f" ({milliseconds(each.record_ms)}{more})"
+        yield f"{made - len(shown)} earlier recordings are not listed"

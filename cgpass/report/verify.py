@@ -18,12 +18,11 @@ from cgpass.runtime.writes import has_place
 
 log = logging.getLogger(__name__)
 
-_ALONE: Final = "cgpass.verify: %s: what communicates can't run once more alone: not verified"
-_NOISE: Final = "cgpass.verify: %s: runs without graphs differ among themselves: not verified"
+_NOT: Final = "cgpass.verify: %s: %s: not verified"
 
 
-def verify(every: int = 1) -> "Verification":
-    """Check replays against runs without a graph, from now on or for a `with` block.
+class verify(contextlib.ExitStack):  # noqa: N801  called as the functions beside it are
+    """Check replays against runs without a graph, from now on until `close()`, or for a `with` block.
 
     Examples:
         >>> compiled = torch.compile(torch.nn.Linear(4, 4).eval(), backend="cgpass")
@@ -37,22 +36,14 @@ def verify(every: int = 1) -> "Verification":
     Partitions that communicate are left out, and kernels that give other bits in each run can't be compared: a warning
     names them. `torch.use_deterministic_algorithms(True)` chooses others.
 
-    Returns:
-        What counts the checks and ends them: `checked`, `close()`. **Lifetime:** checks go on until it is closed.
-
     Raises:
         OptionError: `every` is no positive integer.
         VerificationError: In a call that is checked: a replay gave other bits. The call had all its effects by then.
     """
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise OptionError(f"cgpass.verify: every must be a positive int, got {every!r}")
-    return Verification(every)
 
-
-class Verification(contextlib.ExitStack):
-    """Checks that go on until `close()`, or to the end of a block; see `verify`."""
-
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: int = 1) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise OptionError(f"cgpass.verify: every must be a positive int, got {every!r}")
         super().__init__()
         self.checked = 0
         """Calls of partitions that were compared."""
@@ -68,12 +59,12 @@ class Verification(contextlib.ExitStack):
         runner, calls = step.run, itertools.count(1)
         if not isinstance(runner, PartitionRunner):
             return run
+        if runner.communicates:
+            log.warning(_NOT, runner.name, "what communicates can't run once more alone")
+            return run
 
         def checked(args: list[Any]) -> Any:
             if next(calls) % self._every or runner.owner.bypassed:
-                return run(args)
-            if runner.communicates:
-                self._warned(_ALONE, runner.name)
                 return run(args)
             return self._check(step.made, runner, run, args)
 
@@ -86,6 +77,11 @@ class Verification(contextlib.ExitStack):
         written = sorted({*layout.mutated, *runner.written})
         generators = [value for value in args if isinstance(value, torch.Generator)]
         generators += map(torch_private.default_generator, {torch.device("cpu"), device})
+        copies = _copied(args, [*written, *layout.pooled])
+        inputs, before = list(args), [each.get_state() for each in generators]
+        names = [f"input {layout.infos[i].name}, which it writes," for i in written]
+        drawn = "(random numbers were not drawn as without a graph)"
+        names += [f"the state of generator {n} {drawn}" for n in range(len(generators))]
 
         def found(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
             return [*outputs, *(inputs[i] for i in written), *(g.get_state() for g in generators)]
@@ -99,23 +95,18 @@ class Verification(contextlib.ExitStack):
             with torch.inference_mode(False), torch.no_grad():
                 return found(runner.fn(values), inputs)
 
-        before, inputs = [generator.get_state() for generator in generators], list(args)
-        copies = _copied(args, [*written, *layout.pooled])
-        result = run(args)
-        if result[1] is None:
-            return result
+        outputs, recording = run(args)
+        if recording is None:
+            return outputs, recording
         self.checked += 1
-        ours = found(result[0], inputs)
         given = dict(enumerate(made))
-        names = [f"output {n} ({given.get(n, 'unnamed')})" for n in range(len(result[0]))]
-        names += [f"input {layout.infos[i].name}, which it writes," for i in written]
-        drawn = "the state of generator {} (random numbers were not drawn as without a graph)"
-        names += map(drawn.format, range(len(generators)))
+        names = [f"output {n} ({given.get(n, 'unnamed')})" for n in range(len(outputs))] + names
+        ours = found(outputs, inputs)
         try:
             plain = without_a_graph()
             different = next(filter(None, map(_difference, names, ours, plain)), None)
             if different and any(map(_difference, names, plain, without_a_graph())):
-                self._warned(_NOISE, runner.name)
+                self._warned(_NOT, runner.name, "runs without graphs differ among themselves")
             elif different:
                 raise VerificationError(
                     f"cgpass.verify: {runner.name}: {different}. This is a fault of the capture: name the operator in "
@@ -124,7 +115,7 @@ class Verification(contextlib.ExitStack):
         finally:
             for generator, state in zip(reversed(generators), reversed(ours), strict=False):
                 generator.set_state(state)
-        return result
+        return outputs, recording
 
 
 def _copied(args: Sequence[Any], positions: Sequence[int]) -> list[Any]:
@@ -142,17 +133,11 @@ def _difference(name: str, a: Any, b: Any) -> str | None:
     """How a value differs from what it is without a graph; None if it is the same bit by bit."""
     if not isinstance(a, torch.Tensor):
         return None if a is b or a == b else f"{name} is {a!r}, and {b!r} without a graph"
-    if a.is_sparse or a.is_nested or not a.numel():
+    if a.is_sparse or a.is_nested:
         return None
-    unequal = (_bits(a) != _bits(b)).any(dim=-1)
-    if not (count := int(unequal.sum())):
+    flat = (t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1, 1) for t in (a, b))
+    ours, plain = (each.view(torch.uint8) for each in flat)
+    if not (count := int((ours != plain).any(-1).sum())):
         return None
-    first = [int(n) for n in torch.unravel_index(unequal.nonzero()[0, 0], a.shape)]
     kind = f"{str(a.dtype).removeprefix('torch.')}{list(a.shape)}"
-    return f"{name} ({kind}) differs in {count} of {a.numel()} elements from what it is without a graph, first at {first}"
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8[elements, bytes of each]."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1, 1)
-    return flat.view(torch.uint8)
+    return f"{name} ({kind}) differs in {count} of {a.numel()} elements from what it is without a graph"

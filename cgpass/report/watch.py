@@ -9,7 +9,7 @@ import functools
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final, Self
 
@@ -44,80 +44,64 @@ SIMULATED: Final = "cpu (simulated graphs: right in what they do, no measure of 
 @contextlib.contextmanager
 def watched() -> Iterator[Report]:
     """A block that is reported; the report is filled when it ends, also by an error."""
-    report = Report()
-    with contextlib.ExitStack() as stack:
-        before = _Before(stack.enter_context(eager.noted()))
-        clock = stack.enter_context(_Clock())
-        report._so_far = lambda: replace(_report(before, clock), unfinished=True)
+    report = Report(unfinished=True)
+    breaks, notes = {*torch_private.graph_breaks()}, torch_private.compilations()
+    with _Clock() as clock:
+        before = telemetry.now()
         try:
             yield report
         finally:
-            report._so_far = None
             clock.stop()
-            vars(report).update(vars(_report(before, clock)))
+            vars(report).update(vars(_report(before, breaks, notes, clock)))
 
 
-class _Before:
-    """The counts and notes of before the block."""
-
-    def __init__(self, notes: list[Any]) -> None:
-        self.notes = notes
-        """Of compilations."""
-        self.counters = telemetry.counters()
-        runs = telemetry.graph_runs().items()
-        self.calls = {number: telemetry.calls_of(each) for number, (_, each) in runs}
-        self.parts = {
-            (number, name): part.now()
-            for number, (_, each) in runs
-            for run in each
-            for name, part in run.parts.items()
-        }
-        self.breaks = {*torch_private.graph_breaks()}
-        self.others = {id(each): each.calls for each in telemetry.others()}
-        self.steps = _steps()
+def since_reset() -> Report:
+    """Report all that ran since `cgpass.reset()`, or since the process began."""
+    breaks = {each for each in torch_private.graph_breaks() if each.earlier}
+    return _report(telemetry.summary_began(), breaks, torch_private.compilations(), _Clock())
 
 
-def _steps() -> tuple[int, int]:
-    """Calls of training steps that live: those that were one graph, and all but first ones."""
-    each = [step for step in telemetry.others() if not isinstance(step, telemetry.ByHand)]
-    return sum(step.whole_calls for step in each), sum(step.later_calls for step in each)
-
-
-def _report(before: _Before, clock: "_Clock") -> Report:
-    counters, (whole_steps, steps) = telemetry.counters(), _steps()
-    graphs, owners = [], dict[int, Owner]()
+def _report(
+    before: telemetry.Moment,
+    breaks: Collection[torch_private.GraphBreak],
+    notes: Sequence[Any],
+    clock: "_Clock",
+) -> Report:
+    """Report what came after a moment; until then torch had noted some graph breaks and compilations."""
+    counters = telemetry.counters()
+    graphs, owners = list[GraphReport](), dict[int, Owner]()
     for number, (summary, runs) in telemetry.graph_runs().items():
-        calls = telemetry.calls_of(runs) - before.calls.get(number, 0)
-        if calls:
+        if calls := telemetry.calls_of(runs) - before.calls.get(number, 0):
             graphs.append(_graph(number, summary, runs, calls, before, clock))
             owners.update((id(each.owner), each.owner) for each in live(runs) if each.owner)
-    breaks, left = eager.graph_breaks(before.breaks, graphs)
-    left = [*eager.left_to_eager(before.notes), *left]
+    met, left = eager.graph_breaks(breaks, graphs)
+    left = [*eager.left_to_eager(notes), *left]
     known = {place_of(each.line) for each in left}
+    others = [
+        (each, [now - then for now, then in zip(telemetry.calls_of_other(each), old, strict=True)])
+        for each in telemetry.others()
+        if (old := before.others.get(each, (0, 0, 0)))[0] < each.calls
+    ]
     pools = [n for owner in owners.values() if (n := owner.driver.pool_bytes()) is not None]
-    has_cuda = torch.cuda.is_available()
+    on_cuda = torch.cuda.is_initialized()  # asking for the name would do that
     simulated = "simulated" in ({g.driver for g in graphs} - {None} or {Options.parse(None).driver})
     return Report(
         cgpass=VERSION,
         torch=torch.__version__,
-        device=SIMULATED if simulated else torch.cuda.get_device_name() if has_cuda else "cpu",
+        device=SIMULATED if simulated else torch.cuda.get_device_name() if on_cuda else "cpu",
         made=time.strftime("%Y-%m-%d %H:%M"),
         command=" ".join(sys.argv),
         model=next((graph.place for graph in graphs if graph.place), ""),
         graphs=tuple(graphs),
         left_to_eager=tuple(dict.fromkeys(left)),
-        graph_breaks=counted(each for each in breaks if place_of(each.line) not in known),
+        graph_breaks=counted(each for each in met if place_of(each.line) not in known),
         recompilations=tuple(
-            each for each in eager.recompiled(before.notes) if place_of(each.line) not in known
+            each for each in eager.recompiled(notes) if place_of(each.line) not in known
         ),
-        others=tuple(
-            each.explain()
-            for each in telemetry.others()
-            if each.calls > before.others.get(id(each), 0)
-        ),
-        whole_steps=max(0, whole_steps - before.steps[0]),
-        steps=max(0, steps - before.steps[1]),
-        counters={name: n - before.counters[name] for name, n in counters.items()},
+        others=tuple(each.explain() for each, _ in others),
+        whole_steps=sum(whole for _, (_, whole, _) in others),
+        steps=sum(later for _, (_, _, later) in others),
+        counters={name: n - before.counters.get(name, 0) for name, n in counters.items()},
         native=native.loader.status,
         pool_bytes=sum(pools) if pools else None,
         graphs_ms=clock.in_graphs if clock.device_ms else None,
@@ -126,7 +110,7 @@ def _report(before: _Before, clock: "_Clock") -> Report:
 
 
 def live(runs: Iterable[telemetry.GraphRun]) -> list[Executor]:
-    """Return what runs a graph and is still there."""
+    """Executors of a graph that still live."""
     return [each for run in runs if isinstance(each := run.live(), Executor)]
 
 
@@ -135,14 +119,14 @@ def _graph(
     summary: GraphSummary,
     runs: tuple[telemetry.GraphRun, ...],
     calls: int,
-    before: _Before,
+    before: telemetry.Moment,
     clock: "_Clock",
 ) -> GraphReport:
     captured, warmups = dict[str, dict[str, Any]](), 0
     for run in runs:
         for name, part in run.parts.items():
             counts, noted = before.parts.get((number, name), (_NOTHING, None))
-            grown = {count: n - counts[count] for count, n in part.now()[0].items()}
+            grown = {n: now - counts[n] for n, now in dataclasses.asdict(part.stats).items()}
             warmups = max(warmups, excused(grown))
             notes = list(part.notes)[max(0, len(part.notes) - grown["recordings"]) :]
             if summary.driver == "simulated":  # times of what is simulated say nothing
@@ -152,7 +136,7 @@ def _graph(
                 "replays": grown["replays"],
                 "counts": grown,
                 "recordings": tuple(notes),
-                "reasons": part.call_reasons.told(grown, noted),
+                "reasons": part.reasons.told(grown, noted),
             }
     for executor in live(runs):
         for step in executor.plan.steps:
@@ -169,14 +153,14 @@ def _graph(
     )
     told: dict[str, Any] = {"partitions": parts, "why": counted(summary.why)}
     told["num_ops"] = summary.num_ops or sum(part.num_ops for part in parts)
-    return GraphReport(**vars(summary) | told, number=number, calls=calls)
+    return GraphReport(**vars(summary) | told, calls=calls)
 
 
 def _memory(runner: PartitionRunner) -> dict[str, Any]:
-    """Return what is known as long as the partition lives."""
+    """Look at the inputs and recordings of a partition that lives."""
     infos, recordings = runner.layout.infos, runner.table.all()
     statics = runner.layout.parameters
-    told: dict[str, Any] = {"static_inputs": len(statics), "live_recordings": len(recordings)}
+    told: dict[str, Any] = {"static_inputs": len(statics)}
     if recordings:
         newest = max(recordings, key=lambda recording: recording.birth)
         copied = [
@@ -201,7 +185,7 @@ class _Clock:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             self._begin = _event()
         self._stack.callback(telemetry.listen(self._add))
         return self

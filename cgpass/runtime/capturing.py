@@ -5,11 +5,6 @@ Note [Destruction during a capture]
     not survive on every driver. Graphs are dropped by whoever drops a compiled function last: another thread, or an
     operator inside the capture. So graphs are reset through `when_no_capture_runs`, which waits for the last
     capture of the process to end.
-
-Note [Streams of autograd's nodes]
-    A leaf's node that adds to its `.grad` runs on the stream that it was made on. One that was made before a capture,
-    on the user's stream, would take part of a captured backward out of the graph, or end the capture. Where torch can
-    have such nodes run on the stream that is captured, it is told to while one of our captures runs, and only then.
 """
 
 import contextlib
@@ -25,8 +20,6 @@ from cgpass.runtime.changes import Mode
 
 _lock = threading.RLock()  # a collection inside may come back here
 _captures: "list[Capture]" = []
-_stale_followed = False
-"""What the user has set, while a capture runs. See Note [Streams of autograd's nodes]."""
 _waiting: list[Callable[[], None]] = []
 _left: list[Callable[[], None]] = []
 """Of a process that was forked: what waited there then. Nothing on the device may be destroyed here."""
@@ -67,12 +60,9 @@ class Capture(Pause):
 
     def begin(self) -> None:
         """See `Change`."""
-        global _stale_followed
         super().begin()
         self._stacks = torch_private.mode_stacks()
         with _lock:
-            if not _captures:
-                _stale_followed = torch_private.have_stale_streams_follow(True)
             _captures.append(self)
 
     def undo(self) -> None:
@@ -82,8 +72,6 @@ class Capture(Pause):
         with _lock:
             if self in _captures:
                 _captures.remove(self)
-            if not _captures:
-                torch_private.have_stale_streams_follow(_stale_followed)
         super().undo()
         _run_waiting()
 

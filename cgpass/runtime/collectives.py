@@ -12,7 +12,7 @@ communicated while it is recorded. What a capture refuses is refused here, too: 
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,26 +21,17 @@ from torch.utils import _pytree as pytree
 from cgpass import torch_private
 from cgpass.compile.facts import op_tables
 from cgpass.runtime import registration
-from cgpass.runtime.writes import extent, has_place, tensors_in, written_by
+from cgpass.runtime.writes import extent, has_place, tensors_in
 
 _FUNCTIONAL, _IN_PLACE = "_c10d_functional", "c10d"
 
 
 def may_be_captured(device: torch.device) -> bool:
-    """Tell whether graphs on a device can hold collectives. See Note [Buffers that NCCL registers].
-
-    Tells NCCL to register nothing where that is needed and not too late.
-    """
-    if device.type != "cuda":
+    """Tell whether graphs on a device can hold collectives. See Note [Buffers that NCCL registers]."""
+    if device.type != "cuda" or registration.is_off():
         return True
     expandable = torch_private.uses_expandable_segments()
-    if expandable is None:
-        expandable = registration.asks_for_expandable_segments()
-    if not expandable:
-        return True
-    if registration.is_off() is None and not torch_private.nccl_communicates():
-        registration.turn_off()
-    return registration.is_off() is True
+    return not (registration.asks_for_expandable_segments() if expandable is None else expandable)
 
 
 def _is_of(func: Any, namespace: str) -> bool:
@@ -131,36 +122,31 @@ class UnderWay:
 
     def __init__(self) -> None:
         self._works: list[Any] = []
-        self._read: list[tuple[int, int]] = []
-        self._written: list[tuple[int, int]] = []
+        self._places: list[tuple[int, int]] = []
 
     def wait_before(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any
     ) -> None:
-        """Wait before a call that may read what they write, or write what they read."""
+        """Wait before a call that may touch what they read or write."""
         if not self._works or _only_views(func):
             return
-        if isinstance(func, torch._ops.OpOverload):
-            reads = _extents(tensors_in((args, kwargs)))
-            writes = _extents([*written_by(func, args, kwargs), *tensors_in(results)])
-            if not (_overlap(writes, self._read) or _overlap(reads, self._written)):
-                return
-        self.wait()
+        touched = _extents((args, kwargs, results))
+        known = isinstance(func, torch._ops.OpOverload)
+        if not known or any(a < d and c < b for a, b in touched for c, d in self._places):
+            self.wait()
 
     def note(self, func: Any, args: tuple[Any, ...], results: Any) -> None:
         """Note what a call started."""
         if _works_in_place(func):
             self._works += [v for v in pytree.tree_leaves(results) if hasattr(v, "wait")]
-            self._read += _extents(tensors_in(args))
-            self._written += _extents(written_by(func, args, {}))
+            self._places += _extents(args)
 
     def wait(self) -> None:
         """Wait for all."""
         for work in self._works:
             work.wait()
         self._works.clear()
-        self._read.clear()
-        self._written.clear()
+        self._places.clear()
 
 
 def _only_views(func: Any) -> bool:
@@ -170,12 +156,8 @@ def _only_views(func: Any) -> bool:
     return bool(infos) and all(info is not None and not info.is_write for info in infos)
 
 
-def _extents(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
-    return [extent(tensor) for tensor in tensors if has_place(tensor)]
-
-
-def _overlap(some: Iterable[tuple[int, int]], others: Sequence[tuple[int, int]]) -> bool:
-    return any(a < d and c < b for a, b in some for c, d in others)
+def _extents(values: Any) -> list[tuple[int, int]]:
+    return [extent(tensor) for tensor in tensors_in(values) if has_place(tensor)]
 
 
 class Unjoined:

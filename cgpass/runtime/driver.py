@@ -6,7 +6,6 @@ static input and no liveness: those are the wrapper's.
 
 import contextlib
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,9 +27,6 @@ def is_capture_error(error: BaseException) -> bool:
 
 class CapturedGraph:
     """A graph that a driver recorded."""
-
-    instantiate_ms: float | None = None
-    """Host time of making the recorded graph one that can be launched, None if there is no such step."""
 
     def replay(self) -> None:
         """Run the recorded work again on the current stream, reading and writing the same memory."""
@@ -226,10 +222,8 @@ class _CUDAGraph(CapturedGraph):
         pool: Pool,
         generator: torch.Generator,
         streams: CallStreams,
-        instantiate_ms: float,
     ) -> None:
         self._replay = graph.replay
-        self.instantiate_ms = instantiate_ms
         self._streams = streams
         self.share = streams.share
         self._generator = generator
@@ -296,8 +290,6 @@ class CUDADriver(GraphDriver):
         self._stream = stream or torch.cuda.Stream(device)
         self._streams = CallStreams(device)
         self._token = torch.zeros(1, device=device)
-        self._instantiate_ms = 0.0
-        """Of the last capture."""
 
     def record(
         self, fn: BoxedCallable, args: list[Any], *, opaque: bool, slot: int = 0
@@ -328,7 +320,7 @@ class CUDADriver(GraphDriver):
             finally:
                 torch_private.clear_cublas_workspaces()
         current.wait_stream(self._stream)
-        recorded = _CUDAGraph(graph, pool, generators[0], self._streams, self._instantiate_ms)
+        recorded = _CUDAGraph(graph, pool, generators[0], self._streams)
         pool.end_of_warm_ups()
         return recorded, outputs
 
@@ -432,13 +424,11 @@ class CUDADriver(GraphDriver):
             graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
             has_begun = True
             outputs = list(fn(args))
-            start = time.perf_counter()
             with may_be_empty():
                 graph.capture_end()
         except BaseException:
             self._end_failed(graph, pool, has_begun=has_begun)
             raise
-        self._instantiate_ms = (time.perf_counter() - start) * 1e3
         return outputs
 
     def _end_failed(self, graph: torch.cuda.CUDAGraph, pool: Pool, *, has_begun: bool) -> None:

@@ -15,7 +15,7 @@ from cgpass.runtime.fast import taker
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.partition import PartitionRunner
 from cgpass.runtime.recording import Recording
-from cgpass.telemetry import CallStats, Tally
+from cgpass.telemetry import CallStats
 
 _profiler = torch_private.profiler_state
 
@@ -89,24 +89,14 @@ class Executor:
     ) -> None:
         self.plan = plan
         self.owner = owner
-        self.tally = Tally()
+        self.tally = CallStats()
         self._names = [(names or {}).get(step.name) for step in plan.steps]
         self._lock = contextlib.nullcontext() if owner is None else owner.lock
         self._template: list[Any] = [None] * (plan.num_slots - plan.num_inputs)
         for slot, value in plan.constants:
             self._template[slot - plan.num_inputs] = value
-        self._bare_steps: list[tuple[Any, ...]] = [
-            (
-                step.run.run if isinstance(step.run, PartitionRunner) else _plainly(step.run),
-                taker(step.inputs),
-                [(where, (None,) * len(step.drops[part])) for where, part in _runs(step.drops)],
-                _runs(step.outputs),
-                len(step.outputs),
-            )
-            for step in plan.steps
-        ]
-        self._steps = self._bare_steps
         self._wraps: list[Callable[[Step, Run], Run]] = []
+        self._make_steps()
         self._take_outputs = taker(plan.outputs)
         runners = [step.run for step in plan.steps if isinstance(step.run, PartitionRunner)]
         self._is_backward = any(runner.is_backward for runner in runners)
@@ -171,24 +161,26 @@ class Executor:
     def wrap(self, wrap: Callable[[Step, Run], Run]) -> Callable[[], None]:
         """Have steps run by what `wrap` makes of what runs them, until the returned function is called."""
         self._wraps.append(wrap)
-        self._wrap_steps()
+        self._make_steps()
         mine = weakref.ref(self)
 
         def end() -> None:
             executor = mine()
             if executor is not None and wrap in executor._wraps:
                 executor._wraps.remove(wrap)
-                executor._wrap_steps()
+                executor._make_steps()
 
         return end
 
-    def _wrap_steps(self) -> None:
-        steps = []
-        for step, (run, *rest) in zip(self.plan.steps, self._bare_steps, strict=True):
+    def _make_steps(self) -> None:
+        self._steps: list[tuple[Any, ...]] = []
+        for step in self.plan.steps:
+            run = step.run.run if isinstance(step.run, PartitionRunner) else _plainly(step.run)
             for wrap in self._wraps:
                 run = wrap(step, run)
-            steps.append((run, *rest))
-        self._steps = steps if self._wraps else self._bare_steps
+            drops = [(where, (None,) * len(step.drops[part])) for where, part in _runs(step.drops)]
+            outputs = _runs(step.outputs), len(step.outputs)
+            self._steps.append((run, taker(step.inputs), drops, *outputs))
 
     def _named_steps(self) -> list[tuple[Any, ...]]:
         """The steps, with partitions as ranges of the profile that is being made."""

@@ -50,11 +50,6 @@ def members(mappings: Iterable[Mapping[Any, Any]], keys: Iterable[Any]) -> list[
     return list(map(operator.getitem, mappings, keys))
 
 
-def are(values: Sequence[Any], positions: Iterable[int], objects: Iterable[Any]) -> bool:
-    """Tell whether the values at positions are these very objects."""
-    return all(map(operator.is_, map(values.__getitem__, positions), objects))
-
-
 def fill_in(module: ModuleType) -> None:
     """Have the functions of the compiled module from now on."""
     known = globals()

@@ -6,11 +6,11 @@ Note [Gathered parameters have a pool of their own]
     recorded or copied. In a pool that holds nothing else the places are the same in every step.
 """
 
+import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
@@ -22,31 +22,28 @@ log = logging.getLogger(__name__)
 _gathered = StorageSet()
 """Storages that FSDP2 gathers into."""
 _is_in_use = threading.Lock()
-"""Held while something is allocated in a pool."""
+"""Held while something is allocated in a pool: the allocator is told of one once at a time."""
 
 
 def give_gathered_a_pool() -> None:
     """Have FSDP2 gather into memory of its own from now on. See Note [Gathered parameters have a pool of their own]."""
-    torch_private.around_gathering(_begin, _gathered.add)
+    torch_private.around_gathering(_allocating, _gathered.add)
 
 
-def _begin(device: torch.device) -> Callable[[], None] | None:
-    """Have this thread's allocations come from the pool until what is returned is called; None if they do not."""
-    if device.type != "cuda" or not _has_pools() or torch.cuda.is_current_stream_capturing():
-        return None
-    if not _is_in_use.acquire(blocking=False):  # the allocator is told of a pool once at a time
-        return None
-    index = torch.cuda.current_device() if device.index is None else device.index
-    try:
-        pool = _pool(index)
-        torch_private.begin_allocating_to_pool(index, pool.id)
-    except BaseException as error:
-        _is_in_use.release()
-        if not isinstance(error, RuntimeError):
-            raise
-        _note_refusal(str(error))
-        return None
-    return functools.partial(_end, index, pool.id)
+@contextlib.contextmanager
+def _allocating(device: torch.device) -> Iterator[None]:
+    """Have this thread's allocations come from the pool inside, where there can be one."""
+    with contextlib.ExitStack() as stack:
+        is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        can_be = device.type == "cuda" and _has_pools() and not is_captured
+        if can_be and _is_in_use.acquire(blocking=False):
+            stack.callback(_is_in_use.release)
+            index = torch.cuda.current_device() if device.index is None else device.index
+            try:
+                stack.enter_context(torch.cuda.use_mem_pool(_pool(index), device=index))
+            except RuntimeError as error:
+                _note_refusal(str(error))
+        yield
 
 
 @functools.cache
@@ -56,14 +53,6 @@ def _note_refusal(why: str) -> None:
         "take more steps until they are recorded",
         why.partition("\n")[0],
     )
-
-
-def _end(device: int, handle: Any) -> None:
-    try:
-        torch_private.end_allocating_to_pool(device, handle)
-        torch_private.release_pool(device, handle)
-    finally:
-        _is_in_use.release()
 
 
 @functools.cache

@@ -17,7 +17,7 @@ import gc
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -60,22 +60,20 @@ class Layout:
         self.in_place = positions(InputKind.IN_PLACE)
         self._values = positions(InputKind.SYMINT)
         self._typed = check_layout
-        self._whole = tuple(i for i in self.copied if infos[i].whole_storage)
-        resized = tuple(i for i, info in enumerate(infos) if info.is_resized)
-        tensors = positions(InputKind.COPIED, InputKind.STATIC)
-        self._layouts = tensors if check_layout else resized
+        tensors = {*self.copied, *self.parameters} if check_layout else ()
+        self._parts: list[tuple[int, Callable[[Any], Any]]] = [
+            *((i, type) for i in self._values if check_layout),  # True is 1, x[True] is not x[1]
+            *((i, id) for i in self.objects),
+            *((i, place_of) for i in self.copied if infos[i].whole_storage),
+            *((i, layout_of) for i, info in enumerate(infos) if info.is_resized or i in tensors),
+        ]
+        """What else than integers decides, by input."""
 
     def shape_key(self, args: Sequence[Any]) -> ShapeKey:
         """The part of a call's key that decides what is computed."""
         key = tuple([args[i] for i in self._values])
-        if self._typed:  # True is 1 and x[True] is not x[1]
-            key += tuple([type(args[i]) for i in self._values])
-        if self.objects:
-            key += tuple([id(args[i]) for i in self.objects])
-        if self._whole:
-            key += tuple([place_of(args[i]) for i in self._whole])
-        if self._layouts:
-            key += tuple([layout_of(args[i]) for i in self._layouts])
+        if self._parts:
+            key += tuple([part(args[i]) for i, part in self._parts])
         if self._typed:  # last: no input stands for them
             key += _ambient_modes()
         return key
@@ -95,8 +93,7 @@ class Layout:
 
     def changed(self, old: ShapeKey, new: ShapeKey) -> list[int]:
         """Positions of the inputs whose part of a shape key differs."""
-        types = self._values if self._typed else ()
-        positions = (*self._values, *types, *self.objects, *self._whole, *self._layouts)
+        positions = (*self._values, *(i for i, _ in self._parts))
         parts = zip(positions, old, new, strict=False)  # after them come the modes
         return sorted({i for i, a, b in parts if a != b})
 
@@ -137,42 +134,38 @@ def check_tensor(name: str, value: torch.Tensor, device: torch.device) -> None:
     Raises:
         InputError: A subclass, a quantised tensor, a layout other than strided, or another device.
     """
+    what, why = "a recording takes plain tensors", None
     if type(value) not in _PLAIN_TENSORS:
-        raise InputError(
-            f"{name} is a {type(value).__name__}: a recording takes plain tensors; "
-            "pass its inner tensors, or use torch.compile(backend='cgpass'), which does"
-        )
-    if value.layout is not torch.strided:
-        raise InputError(f"{name} has layout {value.layout}: a recording takes strided tensors")
-    if value.is_quantized:
-        raise InputError(
-            f"{name} is quantised ({value.dtype}): a recording takes plain tensors; pass its int_repr()"
-        )
-    if value.device != device:
-        raise InputError(f"{name} lies on {value.device}, the recording on {device}: move it there")
+        why = f"is a {type(value).__name__}: {what}; pass its inner tensors, or use torch.compile(backend='cgpass'), which does"
+    elif value.layout is not torch.strided:
+        why = f"has layout {value.layout}: a recording takes strided tensors"
+    elif value.is_quantized:
+        why = f"is quantised ({value.dtype}): {what}; pass its int_repr()"
+    elif value.device != device:
+        why = f"lies on {value.device}, the recording on {device}: move it there"
+    if why is not None:
+        raise InputError(f"{name} {why}")
 
 
-def _listed(texts: Sequence[str], limit: int) -> str:
+def listed(texts: Sequence[str], limit: int) -> str:
+    """At most `limit` texts, and how many more there are."""
     more = [f"and {len(texts) - limit} more"] if len(texts) > limit else []
     return ", ".join([*texts[:limit], *more])
 
 
-def describe(infos: Iterable[InputInfo], limit: int = 5) -> str:
-    """Names of inputs with the user's lines that read them, at most `limit` of them."""
-    lines = [(i.name, f" (read at {i.line})" if i.line else "") for i in infos]
-    return _listed([name + line for name, line in lines], limit)
-
-
-def describe_tensors(
-    infos: Sequence[InputInfo], args: Sequence[Any], positions: Sequence[int], limit: int = 5
+def describe(
+    infos: Sequence[InputInfo],
+    positions: Iterable[int],
+    args: Sequence[Any] | None = None,
+    limit: int = 5,
 ) -> str:
-    """Names of tensors with their dtypes and sizes and the user's lines that read them."""
+    """Names of inputs with the user's lines that read them, and with dtypes and sizes if `args` has tensors there."""
     texts = []
     for i in positions:
-        kind = f"{str(args[i].dtype).removeprefix('torch.')}{list(args[i].size())}"
-        line = f", read at {infos[i].line}" if infos[i].line else ""
-        texts.append(f"{infos[i].name} ({kind}{line})")
-    return _listed(texts, limit)
+        kind = [] if args is None else [f"{args[i].dtype}{list(args[i].size())}"[6:]]
+        about = ", ".join([*kind, *([f"read at {infos[i].line}"] if infos[i].line else [])])
+        texts.append(f"{infos[i].name} ({about})" if about else infos[i].name)
+    return listed(texts, limit)
 
 
 # ---- what each input is
@@ -186,14 +179,17 @@ class Found:
     """Addresses of the static inputs that are read in place; zero for those that are copied."""
     values: bytes
     """The same for values of other recordings."""
-    copied: tuple[int, ...]
-    """Static inputs and values of other recordings that are copied in this call."""
     new: tuple[int, ...]
     """Static inputs at a place that is new for them."""
     absent: tuple[int, ...]
     """Values of other recordings that lie where none put them."""
     code: str | None
     """Of the reason to run the call without a graph."""
+
+    @property
+    def copied(self) -> tuple[int, ...]:
+        """Static inputs and values of other recordings that are copied in this call."""
+        return () if self.code else (*self.new, *self.absent)
 
 
 class Inputs:
@@ -204,7 +200,8 @@ class Inputs:
         self._owner = owner
         self._max_places = max_places
         self._max_copied = max_copied
-        self.moves = Moves()
+        self._first: dict[tuple[weakref.ref[torch.nn.Module], str], int] = {}
+        """Where modules' parameters and buffers lay when they were first recorded, where moves are errors."""
         self.forget()
 
     def forget(self) -> None:
@@ -227,13 +224,10 @@ class Inputs:
         code = self._why_not_copied(args, new, absent)
         if code != "new_module" and any(owner.ran_without_a_graph(args[i]) for i in absent):
             code = "not_in_the_pool"
-        if code is not None:
-            return Found(places, values, (), new, absent, code)
-        places, values = (
-            _without(places, layout.checked, new),
-            _without(values, layout.pooled, absent),
-        )
-        return Found(places, values, (*new, *absent), new, absent, None)
+        if code is None:
+            places = _without(places, layout.checked, new)
+            values = _without(values, layout.pooled, absent)
+        return Found(places, values, new, absent, code)
 
     def _at_new_places(self, args: Sequence[Any], places: bytes) -> tuple[int, ...]:
         now = places, fast.storage_key(args, self._layout.checked)
@@ -242,8 +236,9 @@ class Inputs:
         known = self._known
         lies_at = zip(array("q", places), array("q", now[1]), strict=True)
         each = zip(self._layout.checked, lies_at, strict=True)
-        others = [(i, place[0]) for i, place in each if place not in known[i] and place[0]]
-        new = tuple(i for i, address in others if not self._was_left(i, address))
+        new = tuple(
+            i for i, at in each if at[0] and at not in known[i] and not self._was_left(i, at[0])
+        )
         if not new:
             self._before = now
         return new
@@ -274,16 +269,17 @@ class Inputs:
         """Tell whether all parameters (where there is none, all static inputs) are new, and none was moved or replaced."""
         checked = self._layout.checked
         group = [i for i in checked if isinstance(args[i], torch.nn.Parameter)] or checked
-        return {*group} <= {*new} and not any(self._was_moved(i, args[i]) for i in group)
+        return {*group} <= {*new} and not any(self.was_moved(i, args[i]) for i in group)
 
-    def _was_moved(self, i: int, value: torch.Tensor) -> bool:
+    def was_moved(self, i: int, value: torch.Tensor) -> bool:
         """Tell whether this very tensor or storage lay elsewhere before, or took the place of one that is gone.
 
         A tensor that is gone may have left its `id` to this one, which then counts as moved. A weak reference would tell,
         but `torch.utils.swap_tensors` refuses tensors that have one.
         """
-        known, mine, name = self._known[i], value.untyped_storage()._cdata, id(value)
-        if any(storage == mine or each[1] == name for (_, storage), each in known.items()):
+        storage, name = value.untyped_storage()._cdata, id(value)
+        known, here = self._known[i], (value.data_ptr(), storage)
+        if any(at != here and (at[1] == storage or was == name) for at, (_, was) in known.items()):
             return True
         return bool(known) and next(reversed(known.values()))[0].expired
 
@@ -307,38 +303,27 @@ class Inputs:
             self._known[i] = alive
             self._before = None
 
-
-class Moves:
-    """Remembers where modules' parameters and buffers lay when recorded, where moves are errors."""
-
-    def __init__(self) -> None:
-        self._first: dict[tuple[weakref.ref[torch.nn.Module], str], int] = {}
-
-    def found(self, args: Sequence[Any], positions: Sequence[int], *, recorded: bool) -> list[int]:
+    def moved(self, args: Sequence[Any], *, recorded: bool) -> list[int]:
         """Inputs that lie elsewhere than when their module was first recorded; other modules' did not move."""
-        holders, moved = _holders([args[i] for i in positions]), []
+        holders, moved = _holders({id(args[i]) for i in self._layout.checked}), []
         self._first = {holder: at for holder, at in self._first.items() if holder[0]() is not None}
-        for i in positions:
+        for i in self._layout.checked:
             holder, address = holders.get(id(args[i])), args[i].data_ptr()
-            if holder is not None:
-                if not recorded:
-                    self._first[holder] = address
-                elif self._first.setdefault(holder, address) != address:
-                    moved.append(i)
+            if holder is not None and not recorded:
+                self._first[holder] = address
+            elif holder is not None and self._first.setdefault(holder, address) != address:
+                moved.append(i)
         return moved
 
 
-def _holders(
-    tensors: Sequence[torch.Tensor],
-) -> dict[int, tuple[weakref.ref[torch.nn.Module], str]]:
+def _holders(wanted: set[int]) -> dict[int, tuple[weakref.ref[torch.nn.Module], str]]:
     """A module and its name for each tensor that some module holds, by the tensor's `id`."""
-    wanted, found = set(map(id, tensors)), {}
-    for each in gc.get_objects():
-        if issubclass(type(each), torch.nn.Module):
-            for own in (vars(each).get("_parameters"), vars(each).get("_buffers")):
-                for name, tensor in (own or {}).items():
-                    if id(tensor) in wanted:
-                        found.setdefault(id(tensor), (weakref.ref(each), name))
+    found: dict[int, tuple[weakref.ref[torch.nn.Module], str]] = {}
+    for module in (m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module)):
+        for kind in ("_parameters", "_buffers"):
+            for name, tensor in (vars(module).get(kind) or {}).items():
+                if id(tensor) in wanted:
+                    found.setdefault(id(tensor), (weakref.ref(module), name))
     return found
 
 
@@ -427,31 +412,21 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Placeholder:
-    """Memory of fixed address that stands for a copied input.
+    """Memory of fixed address that stands for a copied input, laid out exactly as the input it was made for."""
 
-    Laid out exactly as the input it was made for. Inputs with overlapping elements are copied as the memory they span.
-    """
-
-    __slots__ = ("__weakref__", "flat", "lazy", "target", "tensor", "whole")
+    __slots__ = ("__weakref__", "_flat", "_whole", "is_odd", "target", "tensor")
 
     def __init__(self, like: torch.Tensor, *, whole_storage: bool = False) -> None:
-        conj, neg = like.is_conj(), like.is_neg()
-        self.lazy = conj or neg or like.dtype not in COPIED_AS_THEY_ARE
-        self.whole = whole_storage
-        like = torch_private.with_lazy_bits(like, conj=conj, neg=neg)
-        self.flat = overlaps_itself(like)
-        if whole_storage:
-            target = torch.empty_like(bytes_of(like.untyped_storage()))
-            tensor = torch_private.on_storage(target.untyped_storage(), like)
-        elif self.flat:
-            target = torch.empty_like(flat_view(like))
-            tensor = target.as_strided(like.size(), like.stride(), 0)
-        else:
-            target = tensor = torch.empty_strided(
-                like.size(), like.stride(), dtype=like.dtype, device=like.device
-            )
-        self.target = as_bits(target)
-        self.tensor = torch_private.with_lazy_bits(tensor, conj=conj, neg=neg)
+        self._whole, self._flat = whole_storage, overlaps_itself(like)
+        lazy = like.is_conj() or like.is_neg() or like.dtype not in COPIED_AS_THEY_ARE
+        self.is_odd = lazy or whole_storage or self._flat
+        """True if what is copied is not the input as it is."""
+        source = self.source(like)
+        self.target = torch.empty_strided(
+            source.size(), source.stride(), dtype=source.dtype, device=source.device
+        )
+        offset = like.storage_offset() if whole_storage else 0
+        self.tensor = torch_private.on_storage(self.target.untyped_storage(), like, offset=offset)
 
     def copy_from(self, value: torch.Tensor) -> None:
         """Give the placeholder the value of `value`."""
@@ -459,37 +434,23 @@ class Placeholder:
 
     def copy_to(self, value: torch.Tensor) -> None:
         """Give `value` the placeholder's value: its own elements, not what else lies in its storage."""
-        if self.whole:
+        if self._whole:
             memory_of(value).copy_(memory_of(self.tensor))
         else:
             self.source(value).copy_(self.target)
 
     def source(self, value: torch.Tensor) -> torch.Tensor:
-        """Return what is copied into `target` when the input is `value`."""
-        if self.lazy:
-            value = memory_of(value)
-        if self.whole:
+        """Return what is copied into `target` when the input is `value`: the memory it spans, if elements overlap."""
+        if not self.is_odd:
+            return value
+        if self._whole:
             return bytes_of(value.untyped_storage())
-        return flat_view(value) if self.flat else value
+        memory = memory_of(value)
+        return flat_view(memory) if self._flat else memory
 
 
-class CopyIn:
-    """Placeholders of one dtype, filled by one call."""
-
-    __slots__ = ("_odd", "_positions", "_targets", "num_bytes")
-
-    def __init__(self, members: Sequence[tuple[int, Placeholder]]) -> None:
-        self._positions = [i for i, _ in members]
-        self._targets = [p.target for _, p in members]
-        self._odd = [(k, p) for k, (_, p) in enumerate(members) if p.flat or p.lazy or p.whole]
-        self.num_bytes = sum(map(num_bytes, self._targets))
-
-    def copy_from(self, args: Sequence[Any]) -> None:
-        """Give the placeholders the values of a call's inputs."""
-        sources = [args[i] for i in self._positions]
-        for k, placeholder in self._odd:
-            sources[k] = placeholder.source(sources[k])
-        torch._foreach_copy_(self._targets, sources)
+CopyIn = tuple[list[int], list[torch.Tensor], list[tuple[int, Placeholder]]]
+"""Positions of inputs, their placeholders' targets, and those placeholders that are odd with where they are among them."""
 
 
 def copies_in(placeholders: Mapping[int, Placeholder]) -> list[CopyIn]:
@@ -498,4 +459,20 @@ def copies_in(placeholders: Mapping[int, Placeholder]) -> list[CopyIn]:
     for i, placeholder in sorted(placeholders.items()):
         if placeholder.target.numel():
             groups.setdefault(placeholder.target.dtype, []).append((i, placeholder))
-    return [CopyIn(members) for members in groups.values()]
+    return [
+        (
+            [i for i, _ in members],
+            [p.target for _, p in members],
+            [(k, p) for k, (_, p) in enumerate(members) if p.is_odd],
+        )
+        for members in groups.values()
+    ]
+
+
+def copy_in(copies: Iterable[CopyIn], args: Sequence[Any]) -> None:
+    """Give placeholders the values of a call's inputs."""
+    for positions, targets, odd in copies:
+        sources = [args[i] for i in positions]
+        for k, placeholder in odd:
+            sources[k] = placeholder.source(sources[k])
+        torch._foreach_copy_(targets, sources)

@@ -137,10 +137,10 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _compile(path: Path) -> None:
+    """Compile into a folder beside `path`, and give the file its name once it is complete."""
     log.info("native code for torch %s is compiled, once, to %s", torch.__version__, path.parent)
     # Gone when the process ends before the compiler does, which then has nowhere to write to.
-    temporary = tempfile.TemporaryDirectory(prefix="cgpass-build-", ignore_cleanup_errors=True)
-    with temporary as folder:
+    with tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as folder:
         made = Path(folder) / path.name
         command = _command(made)
         try:
@@ -161,7 +161,9 @@ def _compile(path: Path) -> None:
             first = next((line for line in lines if "error" in line), lines[0] if lines else "")
             why = f"{command[0]} failed with status {run.returncode}: {first}".removesuffix(": ")
             raise BuildError(why, _ANOTHER, run.stdout)
-        _move(made, path)
+        with made.open("rb") as file:
+            os.fsync(file.fileno())  # loading part of it would crash
+        made.replace(path)
 
 
 def _command(made: Path) -> list[str]:
@@ -178,19 +180,6 @@ def _command(made: Path) -> list[str]:
         *(str(SOURCE), "-o", str(made), f"-L{root / 'lib'}"),
         *("-lc10", "-ltorch_cpu", "-ltorch_python"),
     ]
-
-
-def _move(made: Path, path: Path) -> None:
-    """Give a file its name, perhaps on another file system, once all of it is on the disk: loading part of it would crash."""
-    part = path.with_suffix(f".{made.parent.name}.part")  # nobody else's, where there are no locks
-    try:
-        with part.open("wb") as file:
-            file.write(made.read_bytes())
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def load(path: Path) -> ModuleType:

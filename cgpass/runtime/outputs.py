@@ -85,7 +85,6 @@ class OutputMemory:
             self.tensors.append(torch_private.on_storage(block.base.untyped_storage(), output))
         self.watch: fast.Watch = ((), b"")
         """Storages of the stand-ins. Whoever keeps one of them counts as holding it."""
-        self._lets_go = False
 
     def seal(self) -> None:
         """Note how many references there are to each stand-in while nobody else holds it."""
@@ -209,10 +208,8 @@ class OutputMemory:
         """
         held = self._in_place(self.held())
         kept = [k for k in held if whole_pool and self._blocks[k].owning is not None]
-        if self._lets_go:  # that was broken off, and some may be the holders' already
-            kept = []
-        self._lets_go = True
-        owners = [bytes_of(storage) for k in kept if (storage := self._blocks[k].owning)]
+        # given first: where an interrupt comes before the swap, the next try copies them
+        owners = [bytes_of(self.give(k)) for k in kept]
         fast.swap_storages([self._blocks[k].base for k in kept], owners)
         copied = self.rescue([k for k in held if k not in kept])
         for block in self._blocks:
@@ -233,13 +230,8 @@ class InputAlias:
     """See `layout_of`."""
     offset_bytes: int
     """From the input's first element to the output's."""
-
-    def view_of(self, value: torch.Tensor) -> fast.ViewSpec | None:
-        """This output for `fast.views`, if that makes it of an input like `value`."""
-        size, stride, dtype, bits = self.layout
-        if self.identity or layout_of(value)[2:] != (dtype, bits):
-            return None
-        return self.index, size, stride, self.offset_bytes // dtype.itemsize
+    view: fast.ViewSpec | None
+    """The same for `fast.views`, if that can make it."""
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
         """The output for a call whose input is `value`, unless it is that or a plain view of it."""
@@ -267,6 +259,9 @@ def alias_of_input(
         if index is None:
             return None
     source, layout = inputs[index], layout_of(output)
-    offset = output.storage_offset() * output.dtype.itemsize
+    size, stride, dtype, _ = layout
+    offset = output.storage_offset() * dtype.itemsize
     offset -= source.storage_offset() * source.dtype.itemsize
-    return InputAlias(index, offset == 0 and layout == layout_of(source), layout, offset)
+    is_plain = layout[2:] == layout_of(source)[2:]
+    view = (index, size, stride, offset // dtype.itemsize) if is_plain else None
+    return InputAlias(index, offset == 0 and layout == layout_of(source), layout, offset, view)

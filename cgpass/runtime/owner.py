@@ -56,10 +56,8 @@ class StorageSet:
     def add(self, storage: "torch.UntypedStorage") -> None:
         """Have a storage in it as long as it lives."""
         if len(self._refs) >= self._full:
-            refs = list(self._refs.items())
-            gone = torch_private.expired([ref for _, ref in refs])
-            for (key, _), is_gone in zip(refs, gone, strict=True):
-                if is_gone:
+            for key, ref in list(self._refs.items()):
+                if ref.expired:
                     self._refs.pop(key, None)
             self._full = 16 + 2 * len(self._refs)
         self._refs.setdefault(storage._cdata, torch_private.WeakStorage(storage))
@@ -72,13 +70,13 @@ class StorageSet:
         return (storage for storage in alive if storage is not None)
 
 
-class LiveOutputs:
-    """Recordings of one slot whose outputs may be held, in order of birth."""
-
-    __slots__ = ("_stack",)
+class Slot:
+    """A pool, what was recorded into it, and whose outputs may be held."""
 
     def __init__(self) -> None:
+        self.recordings: list[Recording] = []
         self._stack: list[tuple[int, OutputMemory, Recording]] = []
+        """Recordings whose outputs may be held, in order of birth."""
 
     def youngest(self) -> int:
         """Birth of the youngest recording with a held output, -1 if none."""
@@ -97,8 +95,9 @@ class LiveOutputs:
             stack.pop()
         stack.append((recording.birth, recording.memory, recording))
 
-    def discard(self, recording: "Recording") -> None:
+    def remove(self, recording: "Recording") -> None:
         """Forget a recording that is no more."""
+        self.recordings = [other for other in self.recordings if other is not recording]
         self._stack = [entry for entry in self._stack if entry[2] is not recording]
 
     def is_safe(self, recording: "Recording") -> bool:
@@ -120,6 +119,15 @@ class LiveOutputs:
                 found.append((other, blocks))
         return found
 
+    def rescue_lost(self) -> bool:
+        """Move held blocks that belong to the pool again, where a capture could lie; returns whether none is left."""
+        lost = [(r.memory, r.memory.held(r.memory.released()), r) for r in self.recordings]
+        if not all(memory.can_rescue(blocks) for memory, blocks, _ in lost):
+            return False
+        for _, blocks, recording in lost:
+            recording.rescue(blocks)
+        return True
+
 
 class Member(Protocol):
     """Something that an owner frees."""
@@ -134,19 +142,6 @@ class Member(Protocol):
         """Drop recordings, but not what is known of calls."""
 
 
-class _Slot:
-    """A pool and what was recorded into it."""
-
-    def __init__(self) -> None:
-        self.live = LiveOutputs()
-        self.recordings: list[Recording] = []
-
-    def lost(self) -> "list[tuple[Recording, list[int]]]":
-        """Held blocks that belong to the pool again: a capture could come to lie on them."""
-        found = [(r, r.memory.held(r.memory.released())) for r in self.recordings]
-        return [(recording, blocks) for recording, blocks in found if blocks]
-
-
 class Owner:
     """Driver (with its pools and stream), order of recordings, live outputs of a compiled function."""
 
@@ -155,9 +150,8 @@ class Owner:
         self.max_pending_calls = max_pending_calls
         self.lock = threading.RLock()
         self.closed = False
-        self._slots = [_Slot()]
+        self._slots = [Slot()]
         self._births = 0
-        self._warned_held = False
         self._thread: int | None = None
         self.several_threads = False
         """True if calls other than backwards came from several threads."""
@@ -209,15 +203,15 @@ class Owner:
 
     def is_safe(self, recording: "Recording") -> bool:
         """Tell whether a replay overwrites nothing that is held. See Note [What a replay overwrites]."""
-        return self._slots[recording.slot].live.is_safe(recording)
+        return self._slots[recording.slot].is_safe(recording)
 
     def overwritten_by(self, recording: "Recording") -> "list[tuple[Recording, list[int]]]":
         """Recordings with held outputs that a replay would overwrite, and which blocks of each."""
-        return self._slots[recording.slot].live.overwritten_by(recording)
+        return self._slots[recording.slot].overwritten_by(recording)
 
     def note_handed_out(self, recording: "Recording") -> None:
         """Note that a recording hands out its outputs."""
-        self._slots[recording.slot].live.push(recording)
+        self._slots[recording.slot].push(recording)
 
     def rescue(self, recording: "Recording") -> bool:
         """Move what a replay would overwrite; returns whether all of it could be."""
@@ -248,46 +242,22 @@ class Owner:
         if number >= self.max_pending_calls:
             return None
         while len(self._slots) <= wanted:
-            self._slots.append(_Slot())
-        if self._rescue_lost(self._slots[wanted]):
-            return wanted
+            self._slots.append(Slot())
+        with self.changing():
+            if self._slots[wanted].rescue_lost():
+                return wanted
         for other, slot in enumerate(self._slots[first:], first):
-            if slot.live.youngest() < 0:
+            if slot.youngest() < 0:
                 return other
         return self.new_slot() if len(self._slots) < self.max_pending_calls + first else None
-
-    def warn_of_held(self, name: str) -> None:
-        """Say once why a partition can't be recorded although it may be."""
-        if self._warned_held:
-            return
-        self._warned_held = True
-        log.warning(
-            "%s: results of %d earlier calls are still referenced (outputs with their graph, forwards whose backward did not "
-            "come yet, or gradients), so calls run without a graph until some are dropped. Call it under torch.no_grad() "
-            "if no backward is meant, detach outputs and clone gradients that are kept, or raise the limit: "
-            'options={"max_pending_calls": %d}.',
-            name,
-            self.max_pending_calls,
-            2 * self.max_pending_calls,
-        )
 
     def new_slot(self) -> int:
         """A pool for what is to lie by itself, whose memory no other recording shares: an empty one, if there is one."""
         for number, slot in enumerate(self._slots[1:], 1):
-            if not slot.recordings and slot.live.youngest() < 0:
+            if not slot.recordings and slot.youngest() < 0:
                 return number
-        self._slots.append(_Slot())
+        self._slots.append(Slot())
         return len(self._slots) - 1
-
-    def _rescue_lost(self, slot: _Slot) -> bool:
-        """Move what a capture into this slot could come to lie on; returns whether nothing of that is left."""
-        lost = slot.lost()
-        if not all(recording.memory.can_rescue(blocks) for recording, blocks in lost):
-            return False
-        with self.changing():
-            for recording, blocks in lost:
-                recording.rescue(blocks)
-        return True
 
     def begin_recording(self, slot: int) -> dict[int, tuple[int, ...]]:
         """Give what nobody holds back to the pool; returns `Recording.released` of what is recorded now."""
@@ -313,12 +283,11 @@ class Owner:
 
         Smaller ones find room in the memory of a larger one when they are made again, it finds none in theirs.
         """
-        for slot in self._slots:
-            for recording in slot.recordings:
-                held = recording.memory.held()
-                if held and not recording.memory.can_rescue(held):
-                    return
-        self._drop_all()
+        if all(r.memory.can_rescue(r.memory.held()) for r in self._recordings()):
+            self._drop_all()
+
+    def _recordings(self) -> "list[Recording]":
+        return [recording for slot in self._slots for recording in slot.recordings]
 
     def _drop_all(self) -> None:
         """Drop every recording; who holds outputs keeps them, and a backward that reads some runs without its own."""
@@ -327,11 +296,11 @@ class Owner:
 
     def _have_all_go(self, free: Callable[[Member], None]) -> None:
         with self.changing():
-            for recording in [each for slot in self._slots for each in slot.recordings]:
+            for recording in self._recordings():
                 recording.close()
             for member in self._members:
                 free(member)
-            self._slots = [_Slot()]
+            self._slots = [Slot()]
             self._pool_addresses.clear()
 
     def changing(self) -> Change:
@@ -358,9 +327,7 @@ class Owner:
         """Free a recording; outputs that somebody holds stay theirs."""
         if not recording.closed:
             recording.close(whole_pool=False)
-        slot = self._slots[recording.slot]
-        slot.recordings = [other for other in slot.recordings if other is not recording]
-        slot.live.discard(recording)
+        self._slots[recording.slot].remove(recording)
         self._pool_addresses -= Counter(recording.memory.addresses())
 
     def is_pool_storage(self, tensor: "torch.Tensor") -> bool:
@@ -393,7 +360,6 @@ class Owner:
 
         with self.lock:
             self._have_all_go(free)
-            self._warned_held = False
             self.driver.end_warm_ups()
 
     def close(self) -> None:

@@ -20,39 +20,48 @@ Note [What a call does]
     kept while a forward runs (`move_apart`). A partition that failed keeps the recordings that it has.
 """
 
+import logging
 import threading
 import time
+from array import array
+from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import KW_ONLY, InitVar, dataclass, field
+from typing import Any, Final, NoReturn
 
 import torch
 
 from cgpass import torch_private
-from cgpass.compile.facts.input_info import InputInfo, InputKind
-from cgpass.errors import StagingError, StaticInputMovedError
+from cgpass.compile.facts.input_info import InputInfo
+from cgpass.errors import CaptureError, StagingError, StaticInputMovedError
 from cgpass.options import Options
 from cgpass.runtime import native
 from cgpass.runtime.changes import mend, open_modes
 from cgpass.runtime.driver import BoxedCallable, is_capture_error
-from cgpass.runtime.failures import Fallback, OnFailure, give_memory_back
+from cgpass.runtime.failures import OnFailure, Outcome, give_memory_back
 from cgpass.runtime.inputs import (
     Found,
     Inputs,
     Layout,
     ShapeKey,
     describe,
-    describe_tensors,
+    listed,
     shared_with_written,
 )
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recorder, Recording
 from cgpass.runtime.rng import forward_states, note_positions, put_on_the_device
-from cgpass.runtime.table import History, RecordingTable, Seen
+from cgpass.runtime.table import RecordingTable, Seen
 from cgpass.runtime.writes import Changes
-from cgpass.telemetry import CallStats, new_call_stats, progress
-from cgpass.telemetry.reason import CallReasons, is_size, many, new_value
+from cgpass.telemetry import CallStats, new_call_stats, progress, tracing
+from cgpass.telemetry.reason import OTHER_FIXES, CallReasons, many
+from cgpass.telemetry.summaries import RECORDINGS_KEPT, RecordingNote
 from cgpass.telemetry.tracing import NOWHERE, Source
 
+log = logging.getLogger(__name__)
+
+_NAMED: Final = 3
+"""Inputs that a text names."""
 _CANNOT_BE_COPIED = {
     "in_place": "can't be copied, since an optimizer writes them",
     "too_large": "are too large to be copied (max_copied_mib={})",
@@ -61,91 +70,97 @@ _CANNOT_BE_COPIED = {
 }
 """Codes of `Found` whose inputs would be copied otherwise, and why they are not."""
 
-_WRITE_IN_PLACE = "Write new values into parameters and buffers (copy_, load_state_dict without assign=True) instead of replacing them."
+_BYPASSED = {
+    "transform": "they came from inside of a transform",
+    "no_native_code": "cgpass has no native code, which recordings need",
+}
+"""Why calls run without a graph whatever they are, by code."""
 _LEAVE_IN_PLACE = (
-    "Leave saved tensors where they lie (hooks and offloading move them), or raise max_copied_mib."
+    "leave saved tensors where they lie (hooks and offloading move them), or raise max_copied_mib"
 )
+_NAME_IT = 'name the operator in options={"unsafe_ops": (...)} to capture the rest'
+_NO_SYNCS = "Move what waits for the device or reads data on the host out of the function to have the rest captured"
+_HELD = "results of earlier calls are still referenced, or wait for their backward: one more recording beside theirs"
 
 Result = tuple[Sequence[Any], Recording | None]
 """A call's outputs, and the recording that made them (None if they were made without a graph)."""
 
 
+@dataclass(eq=False, repr=False)
 class PartitionRunner:
     """Runs one captured partition. See Note [What a call does]."""
 
-    _due: list[Seen] | None = None
-    """Keys to be remembered once it is known how far their operators draw."""
-    _started = 0.0
-    """When the last attempt to record began."""
-    _moved: tuple[int, int] = 0, 0
-    """The last call that read at new places what can't be copied, and how many such calls it ended, one after another."""
+    fn: BoxedCallable
+    infos: InitVar[Sequence[InputInfo]]
+    owner: Owner
+    options: Options
+    _: KW_ONLY
+    name: str
+    """For messages; with the place of `source`, once it is made."""
+    on_failure: OnFailure | None = None
+    source: Source = NOWHERE
+    opaque: bool = False
+    """True if kernels of `fn` bypass aten."""
+    is_backward: bool = False
+    """True if outputs are gradients, which may be kept while other partitions run."""
+    communicates: bool = False
+    """True if `fn` communicates with other processes, which take no part in runs that this one makes alone."""
+    check_layout: bool = False
+    """True if tensors' sizes, strides and dtypes belong to the key, since no guard covers them."""
 
-    def __init__(
-        self,
-        fn: BoxedCallable,
-        infos: Sequence[InputInfo],
-        owner: Owner,
-        options: Options,
-        *,
-        name: str,
-        on_failure: OnFailure | None = None,
-        source: Source = NOWHERE,
-        opaque: bool = False,
-        is_backward: bool = False,
-        communicates: bool = False,
-        check_layout: bool = False,
-    ) -> None:
-        self.name = source.of(name)
-        self.fn = fn
-        self.owner = owner
-        self.options = options
-        self.opaque = opaque
-        """True if kernels of `fn` bypass aten."""
-        self.is_backward = is_backward
-        """True if outputs are gradients, which may be kept while other partitions run."""
-        self.communicates = communicates
-        """True if `fn` communicates with other processes, which take no part in runs that this one makes alone."""
-        self._check_layout = check_layout
-        """True if tensors' sizes, strides and dtypes belong to the key, since no guard covers them."""
-        self.visible: frozenset[int] | None = None
-        """Outputs that the user gets, None for all; to be set before the first call."""
-        self.read: frozenset[int] = frozenset()
-        """Outputs that other partitions or the backward read; to be set before the first call."""
-        self.written: frozenset[int] = frozenset()
-        """Inputs that plain calls and recordings turned out to write, where nobody told."""
+    visible: frozenset[int] | None = field(default=None, init=False)
+    """Outputs that the user gets, None for all; to be set before the first call."""
+    read: frozenset[int] = field(default=frozenset(), init=False)
+    """Outputs that other partitions or the backward read; to be set before the first call."""
+    written: frozenset[int] = field(default=frozenset(), init=False)
+    """Inputs that plain calls and recordings turned out to write, where nobody told."""
+    failure: str | None = field(default=None, init=False)
+    """Why the partition is captured no more."""
+
+    def __post_init__(self, infos: Sequence[InputInfo]) -> None:
+        self._traced_as, self.name = self.name, self.source.of(self.name)
+        options, owner = self.options, self.owner
+        self.stats: CallStats = new_call_stats()
+        self.reasons = CallReasons()
+        """Why calls ran without a graph."""
+        self.notes: deque[RecordingNote] = deque(maxlen=RECORDINGS_KEPT)
+        """Why the newest recordings were made."""
+        self.layout = layout = Layout(
+            infos,
+            check_static=options.static_input_check != "off",
+            check_layout=self.check_layout,
+        )
+        self.table = RecordingTable(options.max_recordings)
+        self._inputs = Inputs(layout, owner, options.max_recordings, options.max_copied_mib << 20)
+        self._recorder = Recorder(
+            self.fn,
+            layout,
+            owner,
+            opaque=self.opaque,
+            finds_writes=self.check_layout,
+            stats=self.stats,
+        )
+        self._said: set[str] = set()
         self._last: tuple[ShapeKey, bytes, list[Recording]] | None = None
         """Key and recordings of the last replay of what lay in place."""
         self._draws: list[int] = []
         """Of this call's key: see `Seen.draws`."""
-        self._first_slot = self._largest = 0
-        """Pools before this one do not suit (see `move_apart`); bytes that move of the largest call recorded."""
-        self._unseen = 0
-        """Calls since the last recording whose key was new, for a warning."""
+        self._due: Sequence[Seen] = ()
+        """Keys to be remembered at the end of this call, when it is known how far their operators draw."""
+        self._refusal: str | None = None
+        """What calls that would record raise, if `on_skip` is "raise"."""
+        self._first_slot = self._largest = self._unseen = 0
+        """Pools before this one do not suit (see `move_apart`); bytes that move of the largest call recorded; calls
+        since the last recording whose key was new, for a warning."""
         self._tried_anew = False
-        self.stats: CallStats = new_call_stats()
-        self.reasons = CallReasons()
-        """Why calls ran without a graph."""
-        self.layout = layout = Layout(
-            infos, check_static=options.static_input_check != "off", check_layout=check_layout
-        )
-        self.table = RecordingTable(options.max_recordings)
-        self.history = History(name, source)
-        self._inputs = Inputs(layout, owner, options.max_recordings, options.max_copied_mib << 20)
-        self._fallback = Fallback(
-            self.name, fn, self.stats, self.reasons, on_skip=options.on_skip, on_failure=on_failure
-        )
-        self._recorder = Recorder(
-            fn, layout, owner, opaque=opaque, finds_writes=check_layout, stats=self.stats
-        )
         self._here = threading.local()
         """True if this thread ran a call without a graph: libraries keep handles for each thread."""
+        self._started = 0.0
+        """When the last capture began."""
+        self._warm_up_ms: float | None = None
+        """Host time of the last call without a graph, since the last recording."""
         owner.add(self)
         native.loader.start(options.progress)
-
-    @property
-    def failure(self) -> str | None:
-        """Why the partition is captured no more."""
-        return self._fallback.failure
 
     @property
     def owns_outputs(self) -> bool:
@@ -159,37 +174,32 @@ class PartitionRunner:
         recording is replayed over held memory; placeholders and temporaries do not.
         """
         self.stats.calls += 1
+        self._due = ()
         layout = self.layout
         if layout.seeds:
             put_on_the_device(args, layout.seeds, self.owner.driver.device)
         states = forward_states(args, layout.objects) if layout.objects else ()
-        if not states:
-            return self._run(args)
-        start, self._draws, self._due = states[0].start(), [], []
-        outputs, recording = self._run(args)
-        note_positions(states, start, self._draws, replayed=recording is not None)
+        start = states[0].start() if states else None
+        if states:
+            self._draws = []
+        result = self._row(args) or self._row(args) or self._row(args)
+        if result is None:
+            result = self._plain(args, "not_in_the_pool", "what they read was moved to make room")
+        if states:
+            note_positions(states, start, self._draws, replayed=result[1] is not None)
         for each in self._due:
             self.table.remember(each)
-        return outputs, recording
-
-    def _run(self, args: list[Any]) -> Result:
-        """One call by the rows, anew where to make room for it moved what it reads."""
-        for _ in range(3):
-            result = self._row(args)
-            if result is not None:
-                return result
-        return self._plain(args, "not_in_the_pool", "what they read was moved to make room")
+        return result
 
     def _row(self, args: list[Any]) -> Result | None:
         """Rows 1, 2 and 4 for calls whose addresses are those of a recording; None if what is read was moved."""
         owner, layout, last = self.owner, self.layout, self._last
         if owner.bypassed is not None:
-            return self._fallback.run_bypassed(args, owner.bypassed), None
-        if self._check_layout and self.written and shared_with_written(args, self.written):
+            return self._run_bypassed(args, owner.bypassed)
+        if self.check_layout and self.written and shared_with_written(args, self.written):
             why = "it writes inputs, and some of its inputs share memory"
-            fix = "such calls run without a graph. Pass tensors that share none."
-            self._say_once("shared", f"{why}: {fix}")
-            return self._fallback.run(args), None
+            self._say_once("shared", why, "pass tensors that share none")
+            return self._run_plainly(args)
         shape, key = layout.shape_key(args), layout.static_key(args)
         if last is None or last[0] != shape or last[1] != key:
             last = (shape, key, self.table.recordings(shape, *layout.split(key)))
@@ -230,12 +240,13 @@ class PartitionRunner:
 
     def _without_recording(self, args: list[Any], shape: ShapeKey, key: bytes) -> Result | None:
         """The other rows, and row 1, 2 and 4 for calls that copy what is read in place elsewhere."""
-        owner, fallback = self.owner, self._fallback
-        fallback.raise_refusal()
+        owner = self.owner
+        if self._refusal is not None:
+            raise CaptureError(self._refusal)
         if owner.driver.is_capturing():
             return self._plain(args, "outer_capture", "somebody else captured a graph of them")
-        if owner.closed or fallback.note_failure():
-            return fallback.run(args), None
+        if owner.closed or self.failure is not None:
+            return self._run_plainly(args, self.failure and "capture", self.failure or "")
         found = self._inputs.find(args, key)
         seen = self.table.get((shape, found.places))
         if self.options.static_input_check == "error":
@@ -268,20 +279,37 @@ class PartitionRunner:
         self._largest = max(self._largest, size)
         slot = self._slot_for(seen, found)
         if slot is None:
-            owner.warn_of_held(self.name)
             limit = owner.max_pending_calls
             why = f"results of {many(limit, 'earlier call')} were still referenced, as many as max_pending_calls={limit} allows"
+            self._say_once("max_pending_calls", why)
             return self._plain(args, "max_pending_calls", why)
         if self.layout.static_key(args) != key:
             return None
         return self._record_call(args, seen, found, key, slot)
 
+    def _run_plainly(
+        self, args: list[Any], code: str | None = None, why: str = "", line: str | None = None
+    ) -> Result:
+        """Run the callable itself, as this partition always will or since no reader can tell."""
+        if code is not None:
+            self.reasons.note(code, lambda: (why, line))
+        outputs = self.fn(args)
+        self.stats.plain_calls += 1
+        return outputs, None
+
     def _plain(self, args: list[Any], code: str, why: str, line: str | None = None) -> Result:
-        """Run without a graph; nothing is remembered."""
-        self.reasons.note(code, lambda: (why, line))
-        outputs = self._fallback.run(args)
+        """Run this call without a graph, and have what reads its results do so, too; nothing is remembered."""
+        outputs, _ = self._run_plainly(args, code, why, line)
         self.owner.note_plain_results(outputs)
         return outputs, None
+
+    def _run_bypassed(self, args: list[Any], code: str) -> Result:
+        """Run a call without a graph, whatever it is: see `Owner.bypassed`; a transform is said once."""
+        if code not in _BYPASSED:
+            return self._run_plainly(args)
+        if code == "transform":
+            self._say_once(code, _BYPASSED[code])
+        return self._run_plainly(args, code, _BYPASSED[code])
 
     def _unrecorded(
         self, args: list[Any], shape: ShapeKey, found: Found, key: bytes, seen: Seen | None
@@ -294,7 +322,7 @@ class PartitionRunner:
         storages = inputs.storages(args, found.places)
         if seen is None and not table.has_room(tuple(storages)):
             return self._full(args, shape)
-        why = self._note_what_is_new(args, shape, found)
+        cause, why = self._what_is_new(args, shape, found)
         inputs.remember(args, found.new)
         keys = {(shape, found.places): storages}
         places, _ = self.layout.split(key)  # some may be copied: as it will be in these places
@@ -302,26 +330,22 @@ class PartitionRunner:
         known = [table.get(each) for each in keys]
         self._draws = next((each.draws for each in known if each is not None), [])
         objects = tuple(args[i] for i in self.layout.objects)
-        new = [Seen(*each, self._draws, objects) for each in reversed(keys.items())]
+        new = [Seen(*each, self._draws, objects, cause) for each in reversed(keys.items())]
         outputs = self._warm_up(args, why)
-        if self._due is None:
-            for each in new:
-                table.remember(each)
-        else:
-            self._due += new
+        self._due = new
         return outputs, None
 
     def _warm_up(self, args: list[Any], why: str | None = None) -> Sequence[Any]:
         """Run one call without a graph, which is no mere warm-up if `why` says so. To look for writes may wait."""
         stats, driver, start = self.stats, self.owner.driver, time.perf_counter()
-        changes = Changes(args, self.layout.copied if self._check_layout else ())
+        changes = Changes(args, self.layout.copied if self.check_layout else ())
         self._here.ran = True
         with torch_private.autocast_cache_off():
             if self.owner.has_recordings():
                 outputs = self.fn(args)
             else:
                 outputs = driver.warm_up(self.fn, args)
-        self.history.warm_up_ms = (time.perf_counter() - start) * 1e3
+        self._warm_up_ms = (time.perf_counter() - start) * 1e3
         self.written |= changes.found()
         stats.warmups += why is None
         stats.plain_calls += why is not None
@@ -330,72 +354,99 @@ class PartitionRunner:
 
     # ---- what is said of it
 
-    def _say_once(self, what: str, text: str) -> None:
-        self._fallback.say_once(what, f"{self.name}: {text}")
+    def _say_once(self, code: str, why: str, fix: str | None = None) -> None:
+        """Say why calls run without a graph, and what to do about it, until failures are forgotten once."""
+        if code not in self._said:
+            self._said.add(code)
+            fix = fix or OTHER_FIXES[code]
+            text = f"{self.name}: calls like this one run without a graph: {why.rstrip('.')}"
+            self._say(f"{text}. {fix[0].upper()}{fix[1:]}.")
+
+    def _say(self, text: str) -> None:
+        log.log(logging.WARNING if self.options.on_skip == "warn" else logging.INFO, "%s", text)
 
     def _refuse_moved(self, found: Found, args: Sequence[Any]) -> None:
-        recorded = self.stats.recordings > 0
-        if self._check_layout:  # no module
-            moved = found.new if recorded else ()
-        else:
-            moved = self._inputs.moves.found(args, self.layout.checked, recorded=recorded)
-        if moved:
-            names = describe_tensors(self.layout.infos, args, moved)
+        recorded, inputs = self.stats.recordings > 0, self._inputs
+        moved = found.new if self.check_layout else inputs.moved(args, recorded=recorded)
+        if moved and recorded:
+            names = describe(self.layout.infos, moved, args)
             raise StaticInputMovedError(
                 f"{self.name}: static inputs moved or were replaced since they were recorded: {names}. Write new values "
                 "into parameters and buffers (copy_, load_state_dict without assign=True), or use "
                 'static_input_check="rerecord".'
             )
 
-    def _note_what_is_new(self, args: Sequence[Any], shape: ShapeKey, found: Found) -> str | None:
-        """Note why a call has no recording; says and returns it where such calls go on."""
-        infos, last = self.layout.infos, self.table.newest
-        code, new, why = "new_tensor", found.new or found.absent, None
-        if last is not None:
-            if last[0] != shape:
-                code, new = "new_shape", self.layout.changed(last[0], shape)
+    def _what_is_new(
+        self, args: Sequence[Any], shape: ShapeKey, found: Found
+    ) -> tuple[tuple[str, str], str | None]:
+        """Return what is new in a call, for the recording of its key, and why it is no warm-up, where such calls go on."""
+        layout, infos, new, code = (
+            self.layout,
+            self.layout.infos,
+            found.new or found.absent,
+            "new_tensor",
+        )
+        last, any_shape = self.table.newest(lambda seen: seen.key[0] == shape), self.table.newest()
+        if any_shape is None:
+            cause = "first", "the first call after the warm-up"
+            if self.stats.recordings:
+                cause = "anew", "recordings were freed: cgpass.reset(), or a failed capture"
+        elif last is None:
+            code, new = "new_shape", layout.changed(any_shape[0], shape)
+            what = describe(infos, new, limit=_NAMED) or "modes of torch"
+            cause = "shape", f"the first call with this value or layout of {what}"
+        else:
+            places = zip(layout.checked, array("q", last[1]), array("q", found.places), strict=True)
+            others = found.new or [i for i, before, now in places if before != now]
+            moved = found.new or any(self._inputs.was_moved(i, args[i]) for i in others)
+            if moved and found.code != "new_module":
+                cause = "moved", f"moved: {describe(infos, others, args, _NAMED)}"
+            else:
+                what = describe(infos, others, limit=_NAMED)
+                cause = "other tensors", f"the first call with other tensors for {what}"
+        if any_shape is not None:
             self.reasons.note_changed(code, [(infos[i].name, infos[i].line) for i in new])
         self._unseen += 1
-        names = describe_tensors(infos, args, found.new or found.absent)
+        return cause, self._why_never_recorded(args, found, code, new)
+
+    def _why_never_recorded(
+        self, args: Sequence[Any], found: Found, code: str, new: Sequence[int]
+    ) -> str | None:
+        """Say once that calls go on whose key is new; returns why, unless they differ by sizes, which may come back."""
         why_not = _CANNOT_BE_COPIED.get(found.code or "", "").format(self.options.max_copied_mib)
-        last, in_a_row = self._moved
-        in_a_row = in_a_row + 1 if last == self.stats.calls - 1 else 1
+        if self._unseen < (3 if why_not else 2 * self.options.max_recordings):
+            return None
+        names = describe(self.layout.infos, found.new or found.absent, args)
+        cause, fix = f"each came with other parameters: {names}", OTHER_FIXES[code]
         if why_not:
-            self._moved = self.stats.calls, in_a_row
-        if self._unseen >= 2 * self.options.max_recordings:
-            cause, fix = f"each came with other parameters: {names}", _WRITE_IN_PLACE
-            if code == "new_shape":
-                cause, fix = _never_repeats(self.layout, new, args)
-            text = f"{self._unseen} calls came that were never recorded, since {cause}"
-            self._say_once("unseen", f"{text}. {fix}")
-            why = None if code == "new_shape" else text
-        elif why_not and in_a_row > 2:
-            fix = _WRITE_IN_PLACE if found.new else _LEAVE_IN_PLACE
-            why = f"{names} lie at a new place in every call, and {why_not}"
-            self._say_once("places", f"{why}: such calls run without a graph. {fix}")
-        if why is not None:
-            told = why, self._named(new)[1]
-            self.reasons.note(code, lambda: told)
-        return why
+            cause = f"{names} lie at a new place in each, and {why_not}"
+            fix = OTHER_FIXES["new_tensor"] if found.new else _LEAVE_IN_PLACE
+        elif code == "new_shape":
+            cause = f"each came with another value or layout of {describe(self.layout.infos, new)}"
+        text = f"{self._unseen} calls came that were never recorded, since {cause}"
+        self._say_once("unseen", text, fix)
+        if code == "new_shape" and not why_not:
+            return None
+        line = self._named(new)[1]
+        self.reasons.note(code, lambda: (text, line))
+        return text
 
     def _full(self, args: list[Any], shape: ShapeKey) -> Result:
-        limit, recorded = self.options.max_recordings, self.table.recorded_shape()
-        changed = self.layout.changed(recorded, shape) if recorded else ()
-        name, line = self._named(changed) if changed else ("what other partitions hand it", None)
-        self._say_once(
-            "full",
-            f"has as many recordings as max_recordings={limit} allows: calls with another value or layout of {name} run "
-            "without a graph, known ones keep replaying. Keep to a few sizes (pad), or raise the option.",
+        limit, recorded = (
+            self.options.max_recordings,
+            self.table.newest(lambda seen: seen.recordings),
         )
+        changed = self.layout.changed(recorded[0], shape) if recorded else ()
+        name, line = self._named(changed) if changed else ("what other partitions hand it", None)
         why = f"as many shapes are recorded as max_recordings={limit} allows, and another value or layout of {name} came"
+        self._say_once("max_recordings", why)
         return self._plain(args, "max_recordings", why, line)
 
     def _named(self, positions: Sequence[int]) -> tuple[str, str | None]:
         """Names of inputs, at most three of them, and the first of the user's lines that read them."""
         infos = [self.layout.infos[i] for i in positions]
-        more = f" and {len(infos) - 3} more" if len(infos) > 3 else ""
         line = next((info.line for info in infos if info.line is not None), None)
-        return ", ".join(info.name for info in infos[:3]) + more, line
+        return listed([info.name for info in infos], _NAMED), line
 
     # ---- recordings
 
@@ -405,44 +456,28 @@ class PartitionRunner:
         """Record a call and replay it; where that fails, run it without a graph."""
         self._unseen = 0
         with self.owner.changing():
-            recording = self._attempt(args, seen, found, slot)
+            recording = self._attempt(args, found, slot)
             if isinstance(recording, torch.OutOfMemoryError):
                 give_memory_back(recording, self.owner.driver.device)
                 again = self._slot_for(seen, found)  # not where inputs lie that died in the capture
                 if again is not None:
-                    recording = self._attempt(args, seen, found, again)
+                    recording = self._attempt(args, found, again)
             if isinstance(recording, Recording):
-                self._add(recording, args, seen, found, key)
+                self._add(recording, seen, found, key)
         if isinstance(recording, Recording):
             return self._replay(recording, args)
         error, recording = recording, None
         try:
-            return self._run_without(args, seen, error), None
+            return self._run_without(args, seen, error)
         finally:
             del error  # its traceback holds this frame, and with it this call's inputs
-
-    def _add(
-        self, recording: Recording, args: list[Any], seen: Seen, found: Found, key: bytes
-    ) -> None:
-        recording.made_for, recording.draws = seen.made_for, seen.draws
-        if self.is_backward and not self._first_slot:
-            recording.backward = self
-        self.owner.add_recording(recording)
-        self.stats.recordings += 1
-        cause = self.history.add(self._started, self.layout, seen, found, args, recording)
-        self.stats.rerecordings += cause == "moved"
-        recordings = self.table.add(seen, found.values, recording)
-        if not found.copied:
-            self._last = (seen.key[0], key, recordings)
 
     def _slot_for(self, seen: Seen, found: Found) -> int | None:
         """See `Owner.slot_for`."""
         beside = [r for r in seen.recordings.get(found.values, ()) if r.made_for == seen.made_for]
         return self.owner.slot_for(len(beside), first=self._first_slot)
 
-    def _attempt(
-        self, args: list[Any], seen: Seen, found: Found, slot: int
-    ) -> Recording | Exception | None:
+    def _attempt(self, args: list[Any], found: Found, slot: int) -> Recording | Exception | None:
         """A recording, what it failed with, or None if this call is none for it."""
         self._started = time.perf_counter()
         try:
@@ -455,38 +490,48 @@ class PartitionRunner:
                 recording = self._recorder.record(
                     args, slot, uses=uses, copied=found.copied, written=self.written
                 )
-                if self._check_layout:
-                    self.written |= recording.written
-                if self._check_layout and shared_with_written(args, self.written):
-                    recording.close(whole_pool=False)
-                    return None
-                return recording
         except Exception as error:
             mend(open_modes)
             return error
+        if self.check_layout:
+            self.written |= recording.written
+            if shared_with_written(args, self.written):
+                recording.close(whole_pool=False)
+                return None
+        return recording
 
     @property
     def _ran_here(self) -> bool:
         return getattr(self._here, "ran", False)
 
-    def _run_without(self, args: list[Any], seen: Seen, error: Exception | None) -> Sequence[Any]:
-        """Make a call that could not be recorded."""
-        fallback = self._fallback
-        if error is None:
-            return fallback.run(args)
-        no_memory, unstaged = (
-            isinstance(error, torch.OutOfMemoryError),
-            isinstance(error, StagingError),
+    def _add(self, recording: Recording, seen: Seen, found: Found, key: bytes) -> None:
+        """Keep a recording, and say why it was made."""
+        cause, values = seen.cause, found.values
+        if seen.recordings.get(values):
+            cause = "held", _HELD
+        elif seen.recordings:
+            names = describe(self.layout.infos, self.layout.pooled, limit=_NAMED)
+            cause = "memory", f"values of other partitions lie elsewhere: {names}"
+        note = RecordingNote(
+            *cause,
+            recording.copied_bytes,
+            recording.slot,
+            (time.perf_counter() - self._started) * 1e3,
+            self._warm_up_ms,
         )
-        is_odd = unstaged or (fallback.on_failure is None and not is_capture_error(error))
-        if not (no_memory or self._tried_anew) and (is_odd or not self._ran_here):
-            self._tried_anew = True  # it may succeed later, or once this thread ran a call
-            return self._warm_up(args)
-        if no_memory or unstaged:
-            give_memory_back(error, self.owner.driver.device)
-            seen.left_plain = fallback.leaves_plain(error)
-            return self._plain(args, *seen.left_plain)[0]
-        return fallback.run_failed(args, error)
+        self._warm_up_ms = None
+        self.notes.append(note)
+        self.stats.recordings += 1
+        self.stats.rerecordings += note.cause == "moved"
+        log.info("%s: recording %d made: %s", self.name, self.stats.recordings, note.detail)
+        tracing.add_recording(self._traced_as, self.stats.recordings, note, self.source)
+        recording.made_for, recording.draws = seen.made_for, seen.draws
+        if self.is_backward and not self._first_slot:
+            recording.backward = self
+        self.owner.add_recording(recording)
+        recordings = self.table.add(seen, values, recording)
+        if not found.copied:
+            self._last = (seen.key[0], key, recordings)
 
     def _close(self, recordings: Sequence[Recording]) -> None:
         if recordings:
@@ -503,7 +548,7 @@ class PartitionRunner:
     def forget_recordings(self) -> None:
         """Drop every recording; calls of keys seen so far record at once."""
         self._largest = 0
-        self._close(self.table.drop(lambda recording: True))
+        self._close(self.table.drop(lambda seen, recording: True))
 
     def close(self) -> None:
         """Drop every recording; the next calls warm up again unless the owner is closed."""
@@ -511,31 +556,82 @@ class PartitionRunner:
         self._close(self.table.clear())
         self._inputs.forget()
         self._first_slot = 0
-        self.history.forget("recordings were freed: cgpass.reset(), or a failed capture")
+
+    # ---- captures that fail
+
+    def _run_without(self, args: list[Any], seen: Seen, error: Exception | None) -> Result:
+        """Make a call that could not be recorded."""
+        if error is None:
+            return self._run_plainly(args)
+        unstaged = isinstance(error, StagingError)
+        key_alone = unstaged or isinstance(error, torch.OutOfMemoryError)
+        is_odd = unstaged or (self.on_failure is None and not is_capture_error(error))
+        tries_anew = unstaged or (not key_alone and (is_odd or not self._ran_here))
+        if tries_anew and not self._tried_anew:
+            self._tried_anew = True  # it may succeed later, or once this thread ran a call
+            return self._warm_up(args), None
+        if key_alone:
+            give_memory_back(error, self.owner.driver.device)
+            code, why = "no_placeholder" if unstaged else "out_of_memory", _text_of(error)
+            if self._refuses:
+                self._refuse(error, OTHER_FIXES[code])
+            self._say_once(code, why)
+            seen.left_plain = code, why
+            return self._plain(args, code, why)
+        return self._run_failed(args, error)
+
+    def _run_failed(self, args: list[Any], error: Exception) -> Result:
+        """Make a call whose capture failed without it, and no other: an error that comes again is the user's own."""
+        found, advice = Outcome(_text_of(error)), _NO_SYNCS
+        if self.on_failure is not None:
+            advice = _NAME_IT
+            try:
+                found = self.on_failure(list(args), error)
+            except CaptureError as refusal:
+                if self._refuses:
+                    self._refusal = str(refusal)
+                raise
+        if self._refuses and is_capture_error(error):
+            self._refuse(error, advice)
+        try:
+            outputs = self._run_plainly(args, "capture", found.why)
+        except BaseException:
+            if self.on_failure is not None:
+                self.on_failure.forget()
+            raise
+        self.failure, text = found.why, self._message(found.why, advice)
+        if found.again:
+            text = (
+                f"{self.name} can't be captured as a whole; the next call compiles the function again, to capture all but "
+                f"this: {found.why}"
+            )
+        if self._refuses:
+            self._refusal = text
+        self._say(text)
+        return outputs
+
+    @property
+    def _refuses(self) -> bool:
+        return self.options.on_skip == "raise"
+
+    def _refuse(self, error: Exception, advice: str) -> NoReturn:
+        self._refusal = self._message(_text_of(error), advice)
+        raise CaptureError(self._refusal) from error
+
+    def _message(self, why: str, advice: str) -> str:
+        then = "runs without a graph from now on"
+        then = 'on_skip="raise" refuses its calls' if self._refuses else then
+        text = f"{self.name} can't be captured and {then}: {why}"
+        return f"{text.rstrip('.')}. {advice[0].upper()}{advice[1:]}."
 
     def forget_failures(self) -> None:
         """See `Member`."""
+        if self.on_failure is not None and (self.failure or self._refusal):
+            self.on_failure.forget()
+        self.failure = self._refusal = None
         self._tried_anew = False
-        self._fallback.forget()
+        self._said.clear()
 
 
-def _never_repeats(
-    layout: Layout, positions: Sequence[int], args: Sequence[Any]
-) -> tuple[str, str]:
-    """Why calls that differ in these inputs were never recorded, and what to do: of sizes alone, if some are among them."""
-    infos = layout.infos
-    numbers = [i for i in positions if infos[i].kind is InputKind.SYMINT]
-    told = [i for i in numbers if is_size(infos[i].name)] or numbers
-    if not told:
-        what = describe(infos[i] for i in positions)
-        if positions and all(i in layout.objects for i in positions):
-            return f"each came with another object for {what}", "Pass the same one in each call."
-        return f"each came with another size or layout of {what}", "Keep to a few sizes: pad it."
-    texts, fixes = zip(*(new_value(infos[i].name) for i in told), strict=True)
-    named = []
-    for text, i in list(zip(texts, told, strict=True))[:3]:
-        line = f", read at {infos[i].line}" if infos[i].line else ""
-        named.append(f"{text} ({args[i]} in this call{line})")
-    fix = "; ".join(dict.fromkeys(fixes))
-    verb = "takes" if len(named) == 1 else "take"
-    return f"{' and '.join(named)} {verb} new values all the time", f"{fix[0].upper()}{fix[1:]}."
+def _text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -9,7 +9,7 @@ Note [Placeholders are shared]
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,15 @@ from cgpass import torch_private
 from cgpass.errors import StagingError
 from cgpass.runtime import fast
 from cgpass.runtime.driver import BoxedCallable, CapturedGraph
-from cgpass.runtime.inputs import Layout, Placeholder, copies_in, layout_of, num_bytes, place_of
+from cgpass.runtime.inputs import (
+    Layout,
+    Placeholder,
+    copies_in,
+    copy_in,
+    layout_of,
+    num_bytes,
+    place_of,
+)
 from cgpass.runtime.outputs import InputAlias, OutputMemory, alias_of_input
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.writes import SaidToBeWritten, Watched, counting, has_place
@@ -28,121 +36,106 @@ if TYPE_CHECKING:
     from cgpass.runtime.partition import PartitionRunner
 
 
+@dataclass(eq=False, repr=False)
 class Recording:
     """One captured graph: where its inputs must lie, and what it hands out.
 
     Whoever calls `run` checks before that a call's inputs match.
     """
 
-    backward: "PartitionRunner | None" = None
+    graph: CapturedGraph
+    outputs: InitVar[Sequence[Any]]
+    staged: InitVar[Sequence[Any]]
+    """Inputs as they were recorded."""
+    placeholders: Mapping[int, Placeholder]
+    """What stands for some of them; kept alive as long as a recording reads it."""
+    written: frozenset[int] = frozenset()
+    """Inputs that a replay writes, or that are written from the memory that it writes."""
+    visible: InitVar[frozenset[int] | None] = None
+    read: InitVar[frozenset[int]] = frozenset()
+    consumes: Mapping[int, int] = field(default_factory=dict)
+    """Inputs whose memory it writes, and the number of users of a storage that nobody else holds."""
+    outside: Mapping[int, torch.UntypedStorage] = field(default_factory=dict)
+    """What it reads or returns that is neither an input nor made by it, by address: kept alive here."""
+    released: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Blocks that were free when it was made, by the birth of the recording whose outputs lay there."""
+    counts_writes: bool = False
+    """True if autograd is to know of every write, since nobody else tells it."""
+    birth: int = 0
+    slot: int = 0
+    stats: CallStats = field(default_factory=CallStats)
+
+    backward: "PartitionRunner | None" = field(default=None, init=False)
     """What made it, if its gradients can have a pool that forwards don't write. See `Owner.rescue`."""
-    made_for: tuple[int, ...] = ()
+    made_for: tuple[int, ...] = field(default=(), init=False)
     """Identities of the storages that it reads in place: of layers whose parameters come to one place in turn, one's."""
+    draws: list[int] = field(default_factory=list, init=False)
+    """See `table.Seen.draws`."""
+    closed: bool = field(default=False, init=False)
+    """True if it is never to be replayed: it was freed, or its outputs are being moved right now."""
 
-    def __init__(
-        self,
-        graph: CapturedGraph,
-        outputs: Sequence[Any],
-        staged: Sequence[Any],
-        placeholders: Mapping[int, Placeholder],
-        *,
-        mutated: Sequence[int] = (),
-        visible: frozenset[int] | None = None,
-        read: frozenset[int] = frozenset(),
-        consumes: Mapping[int, int] | None = None,
-        outside: Mapping[int, torch.UntypedStorage] | None = None,
-        released: dict[int, tuple[int, ...]] | None = None,
-        counts_writes: bool = False,
-        birth: int = 0,
-        slot: int = 0,
-        stats: CallStats | None = None,
-    ) -> None:
-        self.closed = False
-        """True if it is never to be replayed: it was freed, or its outputs are being moved right now."""
-        self._stats = stats or CallStats()
-        self.birth = birth
-        self.slot = slot
-        self.released = released or {}
-        """Blocks that were free when it was made, by the birth of the recording whose outputs lay there."""
-        self.written = frozenset(mutated)
-        """Inputs that a replay writes, or that are written from the memory that it writes."""
-        self.draws: list[int] = []
-        """See `table.Seen.draws`."""
-        self._graph = graph
-        self.replay: Callable[[], None] = graph.replay
-        self.instantiate_ms = graph.instantiate_ms
-        """See `CapturedGraph`."""
-        consumes = consumes or {}
-        self._consumed, self._users = tuple(consumes), tuple(consumes.values())
-        """Inputs whose memory it writes, and the number of users of a storage that nobody else holds."""
-        self._outside = outside or {}
-        """What it reads or returns that is neither an input nor made by it, by address: kept alive here."""
-        self._placeholders = dict(placeholders)  # kept alive as long as a recording reads them
-        self._copies = copies_in(placeholders)
-        self._counts_writes = counts_writes
-        """True if autograd is to know of every write, since nobody else tells it."""
-        self._write_back = [(i, placeholders[i]) for i in mutated if i in placeholders]
-        self.copied_inputs = {
-            i: num_bytes(p.target) * (1 + (i in self.written)) for i, p in placeholders.items()
-        }
-        """Bytes that each replay copies, by position of the input; those that it writes are copied back, too."""
-        self.copied_bytes = sum(self.copied_inputs.values())
-        self.own: dict[int, int] = {}
-        """Which of the memory's tensors an output is, by position."""
-        self._outputs = list(outputs)
-        self._take_over(outputs, staged, visible, read)
-        del outputs
-        self._sort_aliases(staged)
-
-    def _take_over(
+    def __post_init__(
         self,
         outputs: Sequence[Any],
         staged: Sequence[Any],
         visible: frozenset[int] | None,
         read: frozenset[int],
     ) -> None:
-        """Sort outputs: views of inputs, what lies elsewhere, and tensors of the recording's own, each once."""
+        self.replay: Callable[[], None] = self.graph.replay
+        self._consumed, self._users = tuple(self.consumes), tuple(self.consumes.values())
+        self._copies = copies_in(self.placeholders)
+        self._write_back = [
+            (i, self.placeholders[i]) for i in sorted(self.written) if i in self.placeholders
+        ]
+        self.copied_inputs = {
+            i: num_bytes(p.target) * (1 + (i in self.written)) for i, p in self.placeholders.items()
+        }
+        """Bytes that each replay copies, by position of the input; those that it writes are copied back, too."""
+        self.copied_bytes = sum(self.copied_inputs.values())
+        self._outputs = list(outputs)
         by_storage = {
             value.untyped_storage().data_ptr(): i
             for i, value in reversed(list(enumerate(staged)))
             if isinstance(value, torch.Tensor)
-            and i not in self._consumed
+            and i not in self.consumes
             and value.untyped_storage().nbytes()
         }
-        own: list[torch.Tensor] = []
+        aliases: dict[int, InputAlias] = {}
+        own: dict[int, int] = {}
         numbers: dict[int, int] = {}
+        tensors: dict[int, torch.Tensor] = {}
         for n, output in enumerate(outputs):
             if not isinstance(output, torch.Tensor):
                 continue
             alias = alias_of_input(output, staged, by_storage)
             if alias is not None:
-                self._outputs[n] = alias
-                continue
-            if output.untyped_storage().data_ptr() in self._outside:
+                aliases[n] = alias
+            elif output.untyped_storage().data_ptr() in self.outside:
                 continue  # handed out as that very tensor: no replay writes where it lies
-            if id(output) not in numbers:
-                numbers[id(output)] = len(own)
-                own.append(output)
-            self.own[n] = numbers[id(output)]
+            else:
+                own[n] = numbers.setdefault(id(output), len(numbers))
+                tensors[own[n]] = output
             self._outputs[n] = None
-        self._own_at, self._take_own = tuple(self.own), fast.taker(tuple(self.own.values()))
-        shown = {number for n, number in self.own.items() if visible is None or n in visible}
-        used = {number for n, number in self.own.items() if n in read}
-        uses = [(n in shown, n in used) for n in range(len(own))]
-        self.memory = OutputMemory(own, uses, share=self._graph.share)
+        self.own = own
+        """Which of the memory's tensors an output is, by position."""
+        self._own_at, self._take_own = tuple(own), fast.taker(tuple(own.values()))
+        shown = {number for n, number in own.items() if visible is None or n in visible}
+        used = {number for n, number in own.items() if n in read}
+        uses = [(n in shown, n in used) for n in range(len(tensors))]
+        self.memory = OutputMemory(list(tensors.values()), uses, share=self.graph.share)
+        self._sort(aliases)
 
-    def _sort_aliases(self, staged: Sequence[Any]) -> None:
-        """Tell outputs that are plain views of inputs from other aliases of them."""
-        aliases = [(n, a) for n, a in enumerate(self._outputs) if isinstance(a, InputAlias)]
-        self.aliases = frozenset(n for n, _ in aliases)
+    def _sort(self, aliases: Mapping[int, InputAlias]) -> None:
+        """Tell outputs that are inputs, or plain views of inputs, from other aliases of them."""
+        self.aliases = frozenset(aliases)
         """Outputs that are (views of) inputs."""
-        self.viewed = frozenset(a.index for _, a in aliases if not a.identity)
+        self.viewed = frozenset(a.index for a in aliases.values() if not a.identity)
         """Inputs that outputs are views of; such outputs are laid out as if the inputs were as they were."""
-        same = {n: a.index for n, a in aliases if a.identity}
+        same = {n: a.index for n, a in aliases.items() if a.identity}
         self._same_at, self._same_of = tuple(same), fast.taker(tuple(same.values()))
-        views = {n: spec for n, a in aliases if (spec := a.view_of(staged[a.index])) is not None}
+        views = {n: a.view for n, a in aliases.items() if a.view is not None and not a.identity}
         self._views_at, self._views = tuple(views), tuple(views.values())
-        self._other_aliases = [(n, a) for n, a in aliases if n not in same and n not in views]
+        self._other_aliases = [(n, a) for n, a in aliases.items() if n not in same | views]
 
     def seal(self) -> None:
         """Note that nobody but this recording holds its outputs; to be called once, last of all."""
@@ -158,22 +151,21 @@ class Recording:
         """Copy in what moves, replay, and hand out the outputs.
 
         **Lifetime:** tensors returned are fresh aliases of pool memory: the next replay of this recording writes
-        over them, unless `LiveOutputs` is asked first.
+        over them, unless `Owner.is_safe` is asked first.
         """
-        for group in self._copies:
-            group.copy_from(args)
+        outputs = self._outputs.copy()
+        for n, alias in self._other_aliases:  # which may raise: before anything is written
+            outputs[n] = alias.of(args[alias.index])
+        copy_in(self._copies, args)
         self.replay()
         for i, placeholder in self._write_back:
             # A compiled function itself counts those writes that autograd is to know of.
             placeholder.copy_to(args[i].data)
-            if self._counts_writes and not args[i].is_inference():
+            if self.counts_writes and not args[i].is_inference():
                 torch.autograd.graph.increment_version(args[i])
-        outputs = self._outputs.copy()
         fast.put(outputs, self._own_at, self._take_own(self.memory.aliases()))
         fast.put(outputs, self._views_at, fast.views(args, self._views))
         fast.put(outputs, self._same_at, self._same_of(args))
-        for n, alias in self._other_aliases:
-            outputs[n] = alias.of(args[alias.index])
         return outputs
 
     def copy_out(self, results: list[Any]) -> int:
@@ -187,59 +179,56 @@ class Recording:
         closed, self.closed = self.closed, True
         copied = self.memory.rescue(blocks)
         self.closed = closed
-        self._stats.rescues += copied > 0
-        self._stats.rescued_bytes += copied
+        self.stats.rescues += copied > 0
+        self.stats.rescued_bytes += copied
         return copied
 
     def close(self, *, whole_pool: bool = True) -> None:
         """Free the graph; outputs that somebody holds stay theirs. See `OutputMemory.let_go`."""
         self.closed = True
         self.memory.let_go(whole_pool=whole_pool)
-        self._graph.reset()
+        self.graph.reset()
 
 
-class Gifts:
-    """Blocks of earlier recordings that nobody but this call's inputs holds, handed over for one capture.
+Given = tuple[Recording, int, torch_private.WeakStorage, dict[int, int]]
+"""A recording and one of its blocks, the storage that owns it, and the inputs on it with the users that this may have."""
+
+
+def give(
+    owner: Owner, slot: int, args: Sequence[Any], pooled: Sequence[int]
+) -> tuple[list[Given], dict[int, torch.Tensor]]:
+    """Take blocks of earlier recordings that nobody but this call's inputs holds; returns inputs that own them.
 
     The callable drops them where it needs them no longer, and later temporaries and outputs lie on them: saved tensors
     die inside the backward. A replay therefore overwrites them, and asks `Recording.may_replay` first.
     """
-
-    def __init__(self, owner: Owner, slot: int, args: Sequence[Any], pooled: Sequence[int]) -> None:
-        self._args = args
-        groups: dict[int, list[int]] = {}
-        for i in pooled:
-            groups.setdefault(args[i].untyped_storage().data_ptr(), []).append(i)
-        self._given: list[tuple[Recording, int, list[int], int]] = []
-        for address, positions in groups.items():
-            found = owner.block_at(slot, address)
-            if found is None:
-                continue
-            recording, number, references = found
-            users = references + len(positions)
-            if fast.exclusive(args, positions, [users] * len(positions)):
-                self._given.append((recording, number, positions, users))
-        self._lent: list[torch_private.WeakStorage] = []
-
-    def put_into(self, inputs: list[Any]) -> None:
-        """Replace inputs by tensors that own their memory."""
-        for recording, number, positions, _ in self._given:
+    groups: dict[int, list[int]] = {}
+    for i in pooled:
+        groups.setdefault(args[i].untyped_storage().data_ptr(), []).append(i)
+    given, owning = list[Given](), dict[int, torch.Tensor]()
+    for address, positions in groups.items():
+        found = owner.block_at(slot, address)
+        if found is None:
+            continue
+        recording, number, references = found
+        users = dict.fromkeys(positions, references + len(positions))
+        if fast.exclusive(args, positions, [*users.values()]):
             storage = recording.memory.give(number)
-            self._lent.append(torch_private.WeakStorage(storage))
-            for i in positions:
-                inputs[i] = torch_private.on_storage(storage, self._args[i])
+            given.append((recording, number, torch_private.WeakStorage(storage), users))
+            owning |= {i: torch_private.on_storage(storage, args[i]) for i in positions}
+    return given, owning
 
-    def take_back(self) -> dict[int, int]:
-        """Return what did not die; tells the inputs that did, and how many users their storages may have."""
-        consumed: dict[int, int] = {}
-        for given, weak in zip(self._given, self._lent, strict=False):
-            recording, number, positions, users = given
-            storage = weak.get()
-            if storage is None:
-                consumed.update(dict.fromkeys(positions, users))
-            else:
-                recording.memory.take_back(number, storage)
-        return consumed
+
+def take_back(given: Sequence[Given]) -> dict[int, int]:
+    """Return what did not die; tells the inputs that did, and how many users their storages may have."""
+    consumed: dict[int, int] = {}
+    for recording, number, weak, users in given:
+        storage = weak.get()
+        if storage is None:
+            consumed.update(users)
+        else:
+            recording.memory.take_back(number, storage)
+    return consumed
 
 
 @dataclass(frozen=True)
@@ -253,6 +242,8 @@ class Recorder:
     finds_writes: bool
     """Set to look for inputs that are written, since nobody tells."""
     stats: CallStats
+    shares_inputs: bool = True
+    """False if it copies inputs to memory that no other recording copies to."""
 
     def record(
         self,
@@ -271,13 +262,14 @@ class Recorder:
         """
         owner, layout = self.owner, self.layout
         released = owner.begin_recording(slot)
-        gifts = Gifts(owner, slot, args, [i for i in layout.pooled if i not in copied])
         placeholders = self._placeholders(args, sorted({*layout.copied, *copied}))
+        given, owning = give(owner, slot, args, [i for i in layout.pooled if i not in copied])
         staged = [placeholders[i].tensor if i in placeholders else a for i, a in enumerate(args)]
         if self.finds_writes:
             staged = [counting(value) for value in staged]
         passed = staged.copy()
-        gifts.put_into(passed)
+        for i in list(owning):
+            passed[i] = owning.pop(i)
         watched = staged if self.finds_writes else ()
         before, said = Watched(watched), SaidToBeWritten(watched)
 
@@ -293,18 +285,17 @@ class Recorder:
                 graph, outputs = owner.driver.record(fn, passed, opaque=self.opaque, slot=slot)
         finally:
             passed.clear()
-            consumes = gifts.take_back()
+            consumes = take_back(given)
         before.refuse_new_layouts()
         recording = Recording(
             graph,
             outputs,
             staged,
             placeholders,
-            mutated=sorted({*layout.mutated, *written, *before.written(), *said.found}),
-            visible=uses[0],
-            read=uses[1],
+            frozenset({*layout.mutated, *written, *before.written(), *said.found}),
+            *uses,
             consumes=consumes,
-            outside=self._outside(said, outputs, slot) if self.finds_writes else None,
+            outside=self._outside(said, outputs, slot) if self.finds_writes else {},
             released=released,
             counts_writes=self.finds_writes,
             birth=owner.next_birth(),
@@ -343,8 +334,10 @@ class Recorder:
             key = (numbers[like], *like, *(place_of(value) if whole else ()))
             numbers[like] += 1
             try:
-                found[i] = known.get(key) or Placeholder(value, whole_storage=whole)
-                known[key] = found[i]
+                same = known.get(key) if self.shares_inputs else None
+                found[i] = same or Placeholder(value, whole_storage=whole)
+                if self.shares_inputs:
+                    known[key] = found[i]
                 found[i].copy_from(value)
             except (torch.OutOfMemoryError, MemoryError):
                 raise

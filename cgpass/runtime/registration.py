@@ -4,8 +4,7 @@ Note [Buffers that NCCL registers]
     NCCL registers the buffers of captured collectives with the other devices, each as a part of one allocation. An
     expandable segment is many, mapped one behind the other as it grows: others then write elsewhere, or hang. With
     `NCCL_GRAPH_REGISTER=0` none are registered. NCCL reads that once, when it makes its first communicator, so it is
-    set when cgpass is imported, and again when a graph is compiled that communicates. Past the first communicator
-    such graphs' collectives are not captured.
+    set when cgpass is imported, if no process group is there yet. Where it is not set collectives are not captured.
 
     Source: https://github.com/pytorch/pytorch/issues/158029.
 """
@@ -28,26 +27,18 @@ def asks_for_expandable_segments() -> bool:
     return any(value.lower() in ("true", "1") for value in values)
 
 
-def is_off() -> bool | None:
-    """Tell whether NCCL is told to register nothing, None if it is told nothing."""
-    value = os.environ.get(NAME)
-    if value is None:
-        return None
+def is_off() -> bool:
+    """Tell whether NCCL is told to register nothing."""
     try:
-        return int(value, 0) == 0
+        return int(os.environ.get(NAME, "1"), 0) == 0
     except ValueError:
         return False
-
-
-def turn_off() -> None:
-    """Have NCCL register nothing; of use before its first communicator."""
-    os.environ[NAME] = "0"
-    log.info("set %s=0: allocations are expandable segments", NAME)
 
 
 def turn_off_if_early() -> None:
     """Have NCCL register nothing where that is needed, nobody says otherwise and no process group is there yet."""
     distributed = sys.modules.get("torch.distributed")
     early = distributed is None or not distributed.is_initialized()
-    if early and is_off() is None and asks_for_expandable_segments():
-        turn_off()
+    if early and NAME not in os.environ and asks_for_expandable_segments():
+        os.environ[NAME] = "0"
+        log.info("set %s=0: allocations are expandable segments", NAME)

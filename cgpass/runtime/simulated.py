@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
+from cgpass.errors import DriverUnavailableError
 from cgpass.runtime import rng
 from cgpass.runtime.capturing import Capture, is_capturing_here
 from cgpass.runtime.collectives import (
@@ -28,7 +29,7 @@ from cgpass.runtime.collectives import (
     made_alone,
     only_wraps,
 )
-from cgpass.runtime.driver import BoxedCallable, CapturedGraph, GraphDriver
+from cgpass.runtime.driver import BoxedCallable, CapturedGraph, CUDADriver, GraphDriver
 from cgpass.runtime.writes import tensors_in, written_by
 
 _POISON = 0xFF
@@ -380,3 +381,25 @@ class SimulatedDriver(GraphDriver):
     def is_capturing(self) -> bool:
         """Tell whether this thread records right now, through whichever driver: a recording inside would be part of it."""
         return is_capturing_here()
+
+
+def driver_for(wanted: str, device: torch.device, **settings: Any) -> GraphDriver | None:
+    """Make the driver that the option means on a device; None if nothing is to be recorded there.
+
+    Args:
+        wanted: The option.
+        device: Where all tensors lie.
+        settings: Of `CUDADriver`.
+
+    Raises:
+        DriverUnavailableError: It can't record on the device.
+    """
+    if wanted == "none" or (wanted == "auto" and device.type != "cuda"):
+        return None
+    if wanted == "simulated" and device.type == "cpu":
+        return SimulatedDriver(device)
+    if wanted != "simulated" and device.type == "cuda":
+        return CUDADriver(device, **settings)
+    raise DriverUnavailableError(
+        f'driver="{wanted}" can\'t record on {device}; use driver="auto", or move the tensors'
+    )

@@ -9,15 +9,14 @@ from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
 from cgpass.compile.facts.input_info import InputInfo, InputKind
-from cgpass.errors import DriverUnavailableError, InputError, OutputError
+from cgpass.errors import InputError, OutputError
 from cgpass.options import Options
 from cgpass.runtime import changes
-from cgpass.runtime.driver import CUDADriver, GraphDriver
 from cgpass.runtime.executor import ranged
 from cgpass.runtime.inputs import check_tensor
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.partition import PartitionRunner
-from cgpass.runtime.simulated import SimulatedDriver
+from cgpass.runtime.simulated import driver_for
 from cgpass.telemetry import CallStats
 
 log = logging.getLogger(__name__)
@@ -75,10 +74,9 @@ class CUDAGraphWrapper:
 
         Raises:
             OptionError: An unknown option or a bad value.
-            InputError: `static_input_indices` are no positions.
         """
         self._fn = fn
-        self._static = _positions(static_input_indices)
+        self._static = tuple(static_input_indices)
         self._options = Options.parse(options)
         self._name = name or getattr(fn, "__qualname__", type(fn).__name__)
         self._runner: PartitionRunner | None = None
@@ -99,7 +97,8 @@ class CUDAGraphWrapper:
             What the function returns.
 
         Raises:
-            InputError: An input of another kind, another number of inputs than before, or gradients are wanted.
+            InputError: An input of another kind, another number of inputs than before (or than `static_input_indices`
+                reach), or gradients are wanted.
             OutputError: The function returned a tensor of a type, or requiring gradients, that a replay can't give it.
             DriverUnavailableError: The driver asked for can't record on the inputs' device.
             CaptureError: The function can't be captured and `on_skip` is "raise".
@@ -146,16 +145,16 @@ class CUDAGraphWrapper:
         )
 
     def _new_runner(self, args: Sequence[Any], device: torch.device) -> PartitionRunner:
-        unknown = sorted(i for i in self._static if not 0 <= i < len(args))
-        if unknown:
-            raise InputError(
-                f"{self._name}: static_input_indices names input {unknown[0]}, but the call has {len(args)}"
-            )
+        for i in self._static:
+            if i not in range(len(args)):
+                raise InputError(
+                    f"{self._name}: static_input_indices has {i!r}, but the call has {len(args)} inputs"
+                )
         kinds = self._kinds(args, device)
         infos = tuple(InputInfo(f"input {i}", kind) for i, kind in enumerate(kinds))
-        owner = Owner(
-            _driver(self._options, device), max_pending_calls=self._options.max_pending_calls
-        )
+        driver = driver_for(self._options.driver, device)
+        assert driver is not None
+        owner = Owner(driver, max_pending_calls=self._options.max_pending_calls)
         return PartitionRunner(
             self._run_flat, infos, owner, self._options, name=self._name, check_layout=True
         )
@@ -192,19 +191,18 @@ class CUDAGraphWrapper:
                 )
 
     def _check_output(self, number: int, value: torch.Tensor) -> None:
-        what = f"{self._name}: output {number}"
         if value.is_quantized:
-            raise OutputError(
-                f"{what} is quantised ({value.dtype}), but a replay makes plain tensors; return its int_repr(), its scale "
-                "and its zero point"
-            )
-        is_plain = type(value) is torch.Tensor
-        if not is_plain or value.requires_grad:
-            kind = "requires grad" if is_plain else f"is a {type(value).__name__}"
-            raise OutputError(
-                f"{what} {kind}, but a replay makes plain tensors that require no grad; return such a tensor, and convert "
-                "it outside"
-            )
+            what = f"is quantised ({value.dtype})"
+        elif type(value) is not torch.Tensor:
+            what = f"is a {type(value).__name__}"
+        elif value.requires_grad:
+            what = "requires grad"
+        else:
+            return
+        raise OutputError(
+            f"{self._name}: output {number} {what}, but a replay makes plain tensors that require no grad; return such a "
+            "tensor, and convert it outside"
+        )
 
     def _refuse_gradients(self, args: Sequence[Any]) -> None:
         for i, value in enumerate(args):
@@ -220,31 +218,8 @@ class CUDAGraphWrapper:
             self._runner.owner.close()
 
 
-def _positions(indices: Iterable[int]) -> tuple[int, ...]:
-    """`indices`, checked."""
-    found = tuple(indices) if isinstance(indices, Iterable) else (indices,)
-    wrong = [i for i in found if not isinstance(i, int) or isinstance(i, bool)]
-    if wrong or not isinstance(indices, Iterable):
-        shown = repr(wrong[0] if wrong else indices)
-        raise InputError(
-            f"static_input_indices must be positions of inputs, as in (0, 2), got {shown}"
-        )
-    return found
-
-
 def _device_of(args: Sequence[Any]) -> torch.device | None:
     return next((value.device for value in args if isinstance(value, torch.Tensor)), None)
-
-
-def _driver(options: Options, device: torch.device) -> GraphDriver:
-    driver = options.driver
-    if driver == "simulated" and device.type == "cpu":
-        return SimulatedDriver(device)
-    if driver in ("cuda", "auto") and device.type == "cuda":
-        return CUDADriver(device)
-    raise DriverUnavailableError(
-        f'driver="{driver}" can\'t record inputs on {device}; use driver="auto", or move them'
-    )
 
 
 def _kind(index: int, value: Any, static: Sequence[int], device: torch.device) -> InputKind:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from cgpass.telemetry.reason import CallReasons, Noted, Reason, many
+from cgpass.telemetry.reason import CallReasons, Noted, many
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, RecordingNote
 
 
@@ -59,13 +59,6 @@ class CompileStats:
     can't be captured. Partitions that cgpass itself leaves out, too small ones, are none."""
 
 
-@dataclass(slots=True)
-class Tally:
-    """Calls of one graph. A plain integer: the hot path adds to it."""
-
-    calls: int = 0
-
-
 class ByHand(CallStats):
     """Counts of what was graphed by hand: it belongs to no compiled graph, and summaries list it by itself."""
 
@@ -88,27 +81,32 @@ class PartitionRun:
     stats: CallStats
     notes: Sequence[RecordingNote]
     """Of its newest recordings, oldest first."""
-    call_reasons: CallReasons
-
-    @property
-    def reasons(self) -> tuple[Reason, ...]:
-        """Why calls of it ran without a graph, or warmed up again and again."""
-        return self.call_reasons.told(dataclasses.asdict(self.stats))
-
-    def now(self) -> tuple[dict[str, int], Noted]:
-        """Its counts and what was noted of its calls, to compare with later."""
-        return dataclasses.asdict(self.stats), self.call_reasons.noted()
+    reasons: CallReasons
 
 
 @dataclass(frozen=True)
 class GraphRun:
     """The runs of a compiled graph; kept after that is gone."""
 
-    tally: Tally
+    tally: CallStats
+    """Counts the calls of the whole graph."""
     parts: Mapping[str, PartitionRun]
     """Its captured partitions, by their names in the graph."""
     live: weakref.ref[Any]
-    """What runs it. The compiled function keeps that alive."""
+    """What runs it; the compiled function keeps that alive."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Counts of a moment; what came later is told by the differences."""
+
+    counters: Mapping[str, int] = field(default_factory=dict)
+    calls: Mapping[int, int] = field(default_factory=dict)
+    """Of graphs, by number."""
+    parts: Mapping[tuple[int, str], tuple[dict[str, int], Noted]] = field(default_factory=dict)
+    """Counts of captured partitions and what was noted of their calls, by graph and name."""
+    others: Mapping[Any, tuple[int, int, int]] = field(default_factory=dict)
+    """Of what runs beside compiled graphs; see `calls_of_other`."""
 
 
 @dataclass
@@ -119,10 +117,10 @@ class _Registry:
     """Of all that ever counted: a few numbers each, which stay in the totals."""
     graphs: dict[int, tuple[GraphSummary, tuple[GraphRun, ...]]] = field(default_factory=dict)
     """By number, oldest first, each with what runs it."""
-    others: weakref.WeakKeyDictionary[Any, int] = field(default_factory=weakref.WeakKeyDictionary)
-    """What runs beside compiled graphs, and its calls when the summary began."""
-    since: dict[int, int] = field(default_factory=dict)
-    """Calls of graphs when the summary began, by number."""
+    others: weakref.WeakKeyDictionary[Any, None] = field(default_factory=weakref.WeakKeyDictionary)
+    """What runs beside compiled graphs."""
+    since: Moment = field(default_factory=Moment)
+    """When the summary began."""
     listeners: list[Callable[[int, GraphRun], None]] = field(default_factory=list)
 
 
@@ -144,13 +142,18 @@ def new_call_stats(name: str | None = None) -> CallStats:
 def add_other(one: Any) -> None:
     """Have summaries list what belongs to no compiled graph, as its `explain()` does, as long as it lives."""
     with _registry.lock:
-        _registry.others[one] = 0
+        _registry.others[one] = None
 
 
 def others() -> list[Any]:
-    """Training steps and what was graphed by hand, if they were called since `begin_summary`."""
+    """Training steps and what was graphed by hand, as long as it lives."""
     with _registry.lock:
-        return [each for each, before in _registry.others.items() if each.calls > before]
+        return list(_registry.others)
+
+
+def calls_of_other(one: Any) -> tuple[int, int, int]:
+    """Count calls of one of `others()`; of a training step also those that were one graph, and all but first ones."""
+    return one.calls, getattr(one, "whole_calls", 0), getattr(one, "later_calls", 0)
 
 
 new_function: Final = itertools.count().__next__
@@ -249,21 +252,30 @@ def calls_of(runs: Sequence[GraphRun]) -> int:
     return sum(run.tally.calls for run in runs)
 
 
+def now() -> Moment:
+    """Look at all counts."""
+    runs = graph_runs().items()
+    return Moment(
+        counters(),
+        {number: calls_of(each) for number, (_, each) in runs},
+        {
+            (number, name): (dataclasses.asdict(part.stats), part.reasons.noted())
+            for number, (_, each) in runs
+            for run in each
+            for name, part in run.parts.items()
+        },
+        weakref.WeakKeyDictionary((each, calls_of_other(each)) for each in others()),
+    )
+
+
 def begin_summary() -> None:
-    """Have summaries list only what is compiled or called from now on."""
-    with _registry.lock:
-        _registry.since = {n: calls_of(runs) for n, (_, runs) in _registry.graphs.items()}
-        for each in list(_registry.others):
-            _registry.others[each] = each.calls
+    """Have summaries tell of calls from now on alone."""
+    _registry.since = now()
 
 
-def summarised() -> list[tuple[GraphSummary, tuple[GraphRun, ...]]]:
-    """Graphs that were compiled or called since `begin_summary`, oldest first."""
-    return [
-        (graph, runs)
-        for number, (graph, runs) in graph_runs().items()
-        if _registry.since.get(number) != calls_of(runs)
-    ]
+def summary_began() -> Moment:
+    """Give the moment of the last `begin_summary`."""
+    return _registry.since
 
 
 class _Named(logging.Handler):
@@ -271,9 +283,8 @@ class _Named(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a record that no other handler takes."""
-        if sys.stderr is None or logging.lastResort is None or logging.root.handlers:
-            return
-        if logging.getLogger("cgpass").handlers == [self]:
+        others = logging.root.handlers or logging.getLogger("cgpass").handlers != [self]
+        if sys.stderr is not None and logging.lastResort is not None and not others:
             text = self.format(record)
             sys.stderr.write(f"{'' if text.startswith('cgpass') else 'cgpass: '}{text}\n")
 

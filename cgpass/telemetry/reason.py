@@ -47,7 +47,7 @@ def is_size(name: str) -> bool:
 
 
 def new_value(name: str) -> tuple[str, str]:
-    """Return what takes new values, `the first dimension of x`, by the input's name, and what to do about it."""
+    """Describe what takes new values, `the first dimension of x`, by the input's name, and what to do about it."""
     size = _SIZE.match(name)
     if size is None:
         return f"the number {name}", "pass it as a 0-dim tensor on the device"
@@ -91,23 +91,13 @@ class Reason:
         """True if it runs outside of graphs because cgpass chose so, not because it can't be captured."""
         return self.code in CHOSEN
 
-    @property
-    def ending(self) -> str:
-        """Of a graph break, that a function ends there."""
-        place = f" at {self.line}" if self.line else ""
-        left = f"; {self.rest} is left to eager" if self.rest else ""
-        return f"ends at a graph break{place}: {self.detail}{left}"
-
-    @property
-    def left(self) -> str:
-        """Of a function that was left to eager, which one and because of which line."""
-        because = f", because of {self.line}" if self.line else ""
-        return f"left to eager: {self.rest or 'a function without a line of its own'}{because}"
-
     def __str__(self) -> str:
         """One line for messages and reports."""
         place = f" at {self.line}" if self.line else ""
         about = f"{self.op}{place}: " if self.op or place else ""
+        if self.rest:
+            because = f", because of {self.line}" if self.line else ""
+            about = f"left to eager: {self.rest}{because}: "
         more = f" (and {self.count - 1} more)" if self.count > 1 else ""
         return f"{about.lstrip()}{self.detail} [{self.code}]; {self.fix}{more}"
 
@@ -154,11 +144,11 @@ class CallReasons:
         self._changed.update((code, *each) for each in inputs)
 
     def noted(self) -> Noted:
-        """Return what was noted so far, for `told` of what comes after."""
+        """Copy what was noted so far, for `told` of what comes after."""
         return self._counts.copy(), self._changed.copy()
 
     def told(self, counts: Mapping[str, int], since: Noted | None = None) -> tuple[Reason, ...]:
-        """Return what was noted since as reasons; `counts` are what the partition's counters grew by."""
+        """Tell what was noted since as reasons; `counts` are what the partition's counters grew by."""
         before, changed_before = since or (Counter(), Counter())
         calls, details = counts["calls"], dict(self._details)
         without = self._counts - before

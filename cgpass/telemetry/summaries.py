@@ -69,7 +69,9 @@ class GraphSummary:
             f"{self.name}: {many(len(captured), 'partition')} captured ({_operators(captured)}), "
             f"{len(eager)} eager ({_operators(eager)})"
         )
-        return "\n".join([head, *(f"  {p.name}: {line}" for p in eager for line in p.lines)])
+        return "\n".join(
+            [head, *(f"  {p.name}: {line}" for p in self.partitions for line in p.lines)]
+        )
 
 
 def _operators(parts: Sequence[PartitionSummary]) -> str:
@@ -101,7 +103,5 @@ class RecordingNote:
     """Which of the function's pools it lies in."""
     record_ms: float | None
     """Host time of capturing and instantiating it; None in reports of simulated graphs."""
-    instantiate_ms: float | None = None
-    """Host time of ending the capture, in which the graph is instantiated; None if no device does that."""
     warm_up_ms: float | None = None
     """Host time of the last warm-up call before it, None if there was none."""

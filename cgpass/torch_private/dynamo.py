@@ -1,13 +1,11 @@
 """Dynamo: backends, what is compiled by which, and its graphs' inputs."""
 
-import contextlib
-import functools
 import re
 import sys
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -34,47 +32,6 @@ def register_backend(name: str, backend: Callable[..., Any]) -> None:
         if name not in registry._COMPILER_FNS:
             registry.register_backend(backend, name=name)
         eval_frame.cached_backends.setdefault(id(backend), backend)
-
-
-@contextlib.contextmanager
-def backend_for_once(backend: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """A backend that does what another one does, but shares nothing that Dynamo compiled with it.
-
-    Afterwards Dynamo knows nothing of what it compiled with it. Where it reached `recompile_limit`, it would compile
-    nothing of the function any more.
-
-    Source: torch/_dynamo/convert_frame.py `FrameAction.RUN_ONLY`, 2.11 to 2.15.
-    """
-    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, set_code_exec_strategy
-    from torch._dynamo.backends import registry
-    from torch._dynamo.convert_frame import register_bytecode_hook
-    from torch._dynamo.types import FrameAction, FrameExecStrategy
-
-    once: Any = functools.partial(backend)
-    codes = set[types.CodeType]()
-
-    def note(code: types.CodeType, new_code: types.CodeType) -> None:
-        del new_code
-        codes.add(code)
-
-    functools.update_wrapper(once, backend)  # messages name it
-    del once.__wrapped__
-    name = f"{backend.__name__}_{id(once)}"
-    registry._COMPILER_FNS[name] = once  # as of `register_backend`
-    hook = register_bytecode_hook(note)
-    try:
-        yield once
-    finally:
-        hook.remove()
-        del registry._COMPILER_FNS[name]
-        for code in codes:
-            # It compiled something of it, so this is what it did before.
-            set_code_exec_strategy(
-                code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
-            )
-            for entry in _debug_get_cache_entry_list(code):
-                if _innermost_backend(entry.backend) is once and _is_valid(entry):
-                    _invalidate(entry, "it was compiled to be explained")
 
 
 def compiled_code() -> types.CodeType | None:
@@ -139,12 +96,6 @@ def _invalidate(entry: Any, why: str) -> None:
     nothing_like_it = object()
     deleted.id_matched_objs = {"": lambda: nothing_like_it}
     entry.guard_manager.extra_state.invalidate(entry, deleted)
-
-
-def _innermost_backend(backend: Any) -> Any:
-    while hasattr(backend, "_torchdynamo_orig_backend"):
-        backend = backend._torchdynamo_orig_backend
-    return getattr(backend, "compiler_fn", backend)
 
 
 def is_compiled(fn: Any) -> bool:
@@ -250,10 +201,3 @@ def not_one_graph() -> tuple[type[BaseException], ...]:
     from torch._dynamo import exc
 
     return exc.Unsupported, exc.UserError, exc.FailOnRecompileLimitHit
-
-
-def is_recompile_limit(error: BaseException) -> bool:
-    """Tell whether Dynamo raised since a function was compiled as often as it may be, and needs to be once more."""
-    from torch._dynamo import exc
-
-    return isinstance(error, exc.FailOnRecompileLimitHit)

@@ -27,19 +27,6 @@ def compilations(*, since_reset: bool = False) -> list[Any]:
     return notes[old[0] + 1 :] if old else notes
 
 
-def note_compilations(limit: int) -> int | None:
-    """Have torch keep so many of its newest notes; returns how many it kept, None if Dynamo is not loaded.
-
-    Source: torch/_dynamo/utils.py `set_compilation_metrics_limit`, 64 by default, 2.11 to 2.15.
-    """
-    utils = sys.modules.get("torch._dynamo.utils")
-    if utils is None:
-        return None
-    before = utils._compilation_metrics.maxlen
-    utils.set_compilation_metrics_limit(limit)
-    return before
-
-
 def was_given_up(compilation: Any) -> bool:
     """Tell if a compilation ended in a function, or what is left of it, that runs in eager.
 
@@ -65,8 +52,6 @@ class GraphBreak:
     stack: tuple[traceback.FrameSummary, ...]
     """All frames that it was traced through, outermost first."""
     thread: int
-    told: bool = False
-    """True if a graph tells of it."""
     over: bool = False
     """True if Dynamo forgot since what it compiled."""
     earlier: bool = False
@@ -83,6 +68,8 @@ class GraphBreak:
         return self.stack[-1] if self.stack else None
 
 
+_NOTED = 4096
+"""Compilations that torch keeps notes of."""
 _graph_breaks: deque[GraphBreak] = deque(maxlen=1024)
 _ours: set[str] = set()
 
@@ -105,20 +92,23 @@ def is_ours(compilation: Any) -> bool:
 
 
 def note_graph_breaks() -> None:
-    """Have graph breaks noted from now on; nothing happens as long as Dynamo is not loaded.
+    """Have graph breaks noted from now on, and more compilations; nothing happens until Dynamo is loaded.
 
     Where Dynamo can't go on behind one, the graph that it compiles before it carries no word of it; where no operator
     is before it there is no such graph. Those of functions that are compiled for another backend are left out.
 
-    Source: torch/_dynamo/symbolic_convert.py `InstructionTranslatorBase.log_graph_break`, 2.11 to 2.15.
+    Source: torch/_dynamo/symbolic_convert.py `InstructionTranslatorBase.log_graph_break`; torch/_dynamo/utils.py
+    `set_compilation_metrics_limit`, 64 by default, 2.11 to 2.15.
     """
     convert = sys.modules.get("torch._dynamo.symbolic_convert")
     kind = getattr(convert, "InstructionTranslatorBase", None)
     log = getattr(kind, "log_graph_break", None)
     if kind is None or log is None or hasattr(log, "_notes_for_cgpass"):
         return
-    from torch._dynamo import eval_frame
+    from torch._dynamo import eval_frame, utils
     from torch._guards import CompileContext
+
+    utils.set_compilation_metrics_limit(_NOTED)
 
     @functools.wraps(log)
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -95,21 +95,6 @@ def current_raw_stream(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)
 
 
-def have_stale_streams_follow(follow: bool) -> bool:
-    """Tell if autograd's nodes that were made on other streams run where a capture does; returns what was set before.
-
-    Does nothing in a torch that has no such setting.
-
-    Source: torch/autograd/graph.py `set_override_stale_capture_stream`, 2.15.
-    """
-    before: Any = getattr(torch._C, "_override_stale_capture_stream", None)
-    if before is None:
-        return False
-    found = before()
-    torch.autograd.graph.set_override_stale_capture_stream(follow)
-    return found
-
-
 def is_capturing() -> bool:
     """Tell if the current stream is being captured by anybody."""
     return torch._C._cuda_isCurrentStreamCapturing()

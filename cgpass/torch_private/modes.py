@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import sys
 import threading
@@ -181,51 +182,38 @@ def autocast_cache_off() -> Iterator[None]:
     It stays off where what runs enters autocast itself: that sets what it was when the context was made, by decoration
     say. Source: torch/amp/autocast_mode.py `autocast.__enter__`, 2.11 to 2.15.
     """
-    enabled = torch.is_autocast_cache_enabled()
+    _have_autocast_ask()
+    enabled, was_off = torch.is_autocast_cache_enabled(), _autocast_cache.is_off
     torch.set_autocast_cache_enabled(False)
+    _autocast_cache.is_off = True
     try:
-        with _kept_off:
-            yield
+        yield
     finally:
+        _autocast_cache.is_off = was_off
         torch.set_autocast_cache_enabled(enabled)
 
 
-class _KeptOff:
-    """Replaces `torch.set_autocast_cache_enabled` as long as any thread is inside; only threads that are notice.
-
-    The last one out restores it: whichever order they come and go in.
-    """
-
-    def __init__(self) -> None:
-        self._before: Any = None
-        self._num_inside = 0
-        self._lock = threading.Lock()
-        self._here = threading.local()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._num_inside:
-                self._before = torch.set_autocast_cache_enabled
-                torch.set_autocast_cache_enabled = self._replacement(self._before)
-            self._num_inside += 1
-        self._here.depth = getattr(self._here, "depth", 0) + 1
-
-    def __exit__(self, *raised: object) -> None:
-        self._here.depth -= 1
-        with self._lock:
-            self._num_inside -= 1
-            if not self._num_inside:
-                torch.set_autocast_cache_enabled = self._before
-
-    def _replacement(self, set_enabled: Any) -> Any:
-        @functools.wraps(set_enabled)
-        def call(enabled: bool) -> None:
-            set_enabled(enabled and not getattr(self._here, "depth", 0))
-
-        return call
+autocast_off: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C._DisableAutocast
+"""A block in which autocast casts nothing, on any device: a tenth of the cost of `torch.autocast(enabled=False)`."""
 
 
-_kept_off = _KeptOff()
+class _AutocastCache(threading.local):
+    is_off = False
+
+
+_autocast_cache = _AutocastCache()
+
+
+@functools.cache
+def _have_autocast_ask() -> None:
+    """Have nobody turn the cache on in a thread that is inside."""
+    set_enabled = torch.set_autocast_cache_enabled
+
+    @functools.wraps(set_enabled)
+    def call(enabled: bool) -> None:
+        set_enabled(enabled and not _autocast_cache.is_off)
+
+    torch.set_autocast_cache_enabled = call
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -248,24 +236,24 @@ def mode_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if mode is None else mode
 
 
-def is_plain_fake(tensor: torch.Tensor) -> bool:
-    """Tell if a tensor is fake itself, not a subclass or a transform's wrapper around a fake one."""
-    from torch._subclasses.fake_tensor import FakeTensor
+@contextlib.contextmanager
+def no_data_dependence() -> Iterator[None]:
+    """Have what is traced inside raise if it reads data or makes a size that depends on data.
 
-    return type(tensor) is FakeTensor
+    Source: torch/fx/experimental/symbolic_shapes.py `ShapeEnvSettings`, 2.11 to 2.15.
+    """
+    from torch._guards import TracingContext
 
-
-def sibling_fake_mode(tensor: torch.Tensor) -> Any:
-    """A fake mode with the settings of a fake tensor's and symbols of its own: nothing done in it leaves a guard."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    mode: Any = mode_of(tensor)
-    outer = mode.shape_env
-    shape_env = None
-    if outer is not None:
-        shape_env = ShapeEnv(
-            allow_scalar_outputs=outer.allow_scalar_outputs,
-            allow_dynamic_output_shape_ops=outer.allow_dynamic_output_shape_ops,
-        )
-    return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=mode.allow_non_fake_inputs)
+    context = TracingContext.try_get()
+    env: Any = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
+    if env is None:
+        yield
+        return
+    before = env.settings
+    env.settings = dataclasses.replace(
+        before, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False
+    )
+    try:
+        yield
+    finally:
+        env.settings = before

@@ -1,7 +1,7 @@
 """Facts about operators, and custom ones."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,26 +10,31 @@ NAMESPACES = frozenset({"aten", "prims", "inductor_prims"})
 """Of torch's own operators."""
 
 
-def custom_op(qualname: str) -> torch._ops.OpOverload:
-    """The operator that `torch.library.custom_op` made last under a name."""
-    from torch._library.custom_ops import OPDEFS
+def wrap_formula(target: object, wrap: Callable[..., Any]) -> None:
+    """Have a custom operator's `setup_context` and `backward` be what `wrap` makes of operator, `setup_context` and `backward`.
 
-    return OPDEFS[qualname]._opoverload
+    Nothing happens for other targets, a second time, and where lists of tensors are given or returned.
 
-
-def autograd_formula(
-    op: torch._ops.OpOverload,
-) -> tuple[Callable[..., Any] | None, Callable[..., Any]] | None:
-    """The `setup_context`, if there is one, and the `backward` that `torch.library.custom_op`'s `op` has; None if none.
-
-    Source: torch/_library/custom_ops.py `CustomOpDef.register_autograd`, 2.11 to 2.15.
+    Source: torch/_library/custom_ops.py `CustomOpDef.register_autograd`, autograd.py `make_autograd_impl`, 2.11 to 2.15.
     """
     from torch._library.custom_ops import OPDEFS
 
-    definition = OPDEFS.get(op._schema.name)
-    if definition is None or definition._opoverload is not op or definition._backward_fn is None:
-        return None
-    return definition._setup_context_fn, definition._backward_fn
+    if isinstance(target, torch._ops.OpOverloadPacket):  # Dynamo leaves them in its graph
+        target = getattr(target, "default", None)
+    if not isinstance(target, torch._ops.OpOverload):
+        return
+    definition: Any = OPDEFS.get(target._schema.name)
+    if definition is None or definition._opoverload is not target:
+        return
+    formula = definition._backward_fn
+    if formula is None or hasattr(formula, "_wrapped_by_cgpass"):
+        return
+    values = (*target._schema.arguments, *target._schema.returns)
+    if any("List[" in str(value.type) and "Tensor" in str(value.type) for value in values):
+        return
+    setup, wrapped = wrap(target, definition._setup_context_fn, formula)
+    wrapped._wrapped_by_cgpass = True
+    definition._setup_context_fn, definition._backward_fn = setup, wrapped
 
 
 def cpu_implementation(op: object) -> Callable[..., Any] | None:
@@ -46,35 +51,6 @@ def cpu_implementation(op: object) -> Callable[..., Any] | None:
     if isinstance(op, torch._ops.HigherOrderOperator) and "auto_functionalized" in op.name():
         return op.py_kernels.get(keys.CompositeExplicitAutograd)
     return None
-
-
-def has_effect(op: torch._ops.OpOverload) -> bool:
-    """Tell if an operator was registered as having an effect, which orders its calls."""
-    from torch._higher_order_ops.effects import has_effects
-
-    return has_effects(op)
-
-
-def are_replaced(ops: Sequence[object]) -> bool:
-    """Tell if tracing leaves other operators in the place of all of `ops`, `out=` variants aside.
-
-    Composite operators and ATen's writing ones. What Inductor decomposes is noted in `original_aten`.
-    """
-    known = [op for op in ops if isinstance(op, torch._ops.OpOverload)]
-    real = [op for op in known if torch._C._dispatch_has_kernel(op.name())]  # not TorchScript's
-    called = [op for op in real if not any(arg.is_out for arg in op._schema.arguments)]
-    return bool(called) and all(
-        torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
-        or (op.namespace == "aten" and op._schema.is_mutable)
-        for op in called
-    )
-
-
-def has_autocast_kernel(op: torch._ops.OpOverload) -> bool:
-    """Tell if autocast casts an operator's inputs."""
-    keys = ("AutocastCPU", "AutocastCUDA")
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return any(has_kernel(op._schema.name, key) for key in keys)
 
 
 def operator_names() -> list[str]:

@@ -96,27 +96,6 @@ def note_stepped(optimizers: Sequence[torch.optim.Optimizer]) -> None:
         vars(each)["_opt_called"] = True
 
 
-def scaler_is_within_a_step(scaler: Any) -> bool:
-    """Tell whether gradients were unscaled or an optimizer stepped since the scaler's last update."""
-    return bool(scaler._per_optimizer_states)
-
-
-def forget_step_of_scaler(scaler: Any) -> None:
-    """Have a scaler know of no step that it is within, though one raised."""
-    scaler._per_optimizer_states.clear()
-
-
-def scaler_numbers(scaler: Any) -> dict[str, Any]:
-    """Return what a scaler's update reads on the host."""
-    names = ("growth_factor", "backoff_factor", "growth_interval")
-    return {f"the scaler's {name}": getattr(scaler, f"_{name}") for name in names}
-
-
-def scale_of(scaler: Any) -> torch.Tensor:
-    """A scaler's scale, once it scaled something."""
-    return scaler._scale
-
-
 def kernel_flags() -> dict[str, Any]:
     """Return what chooses kernels, beside their inputs, and not all of which Dynamo guards.
 

@@ -40,11 +40,11 @@ def before_process_groups_end(hook: Callable[[], None], abort_hook: Callable[[],
     atexit.register(hook)
 
 
-def around_gathering(
-    begin: Callable[[torch.device], Callable[[], None] | None],
-    note: Callable[[torch.UntypedStorage], None],
-) -> None:
-    """Call `begin` before FSDP2 makes memory for what it gathers, what that returns afterwards, and `note` with each storage.
+_Allocating = Callable[[torch.device], contextlib.AbstractContextManager[None]]
+
+
+def around_gathering(allocating: _Allocating, note: Callable[[torch.UntypedStorage], None]) -> None:
+    """Have FSDP2 make memory for what it gathers in blocks of `allocating`, and call `note` with each storage.
 
     It empties the storages of gathered parameters after use, and enlarges them again before the next one. Nothing happens
     where it isn't loaded.
@@ -65,14 +65,14 @@ def around_gathering(
             alloc(tensor)
             return
         note(tensor.untyped_storage())
-        _make(begin, tensor.device, alloc, tensor)
+        _make(allocating, tensor.device, alloc, tensor)
 
     def init_all_gather_outputs(self: Any, *args: Any, **kwargs: Any) -> None:
         if self.all_gather_outputs or torch.compiler.is_compiling():
             init(self, *args, **kwargs)
             return
         given = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.device))
-        _make(begin, next(given, None), init, self, *args, **kwargs)
+        _make(allocating, next(given, None), init, self, *args, **kwargs)
         for tensor in self.all_gather_outputs:
             note(tensor.untyped_storage())
 
@@ -90,28 +90,23 @@ def around_gathering(
 
 
 def _make(
-    begin: Callable[[torch.device], Callable[[], None] | None],
+    allocating: _Allocating,
     device: torch.device | None,
     make: Callable[..., None],
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Call `make` between `begin` and what that returns; if there is no memory, once more without.
+    """Call `make` in a block; if there is no memory, once more outside.
 
     In a pool the allocator does not look for what others have cached.
 
     Source: c10/cuda/CUDACachingAllocator.cpp `DeviceCachingAllocator::malloc`, 2.11 to 2.15; pytorch#159674.
     """
-    end = None if device is None else begin(device)
-    if end is not None:
-        try:
-            make(*args, **kwargs)
-        except torch.OutOfMemoryError:
-            pass
-        else:
+    if device is not None:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            with allocating(device):
+                make(*args, **kwargs)
             return
-        finally:
-            end()
     make(*args, **kwargs)
 
 
@@ -135,21 +130,3 @@ def wait_tensor() -> Any:
     import torch.distributed._functional_collectives
 
     return torch.ops._c10d_functional.wait_tensor.default
-
-
-def nccl_communicates() -> bool:
-    """Tell if a process group has a communicator of NCCL's; one that is being made counts."""
-    from torch.distributed import distributed_c10d, is_available, is_nccl_available
-
-    if not is_available() or not is_nccl_available():
-        return False
-    device = torch.device("cuda")
-    for group in distributed_c10d._world.pg_map:
-        with contextlib.suppress(RuntimeError):  # of other devices only
-            backend: Any = group._get_backend(device)
-            backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
-            if isinstance(backend, distributed_c10d.ProcessGroupNCCL):
-                is_initialized = getattr(backend, "_is_initialized", None)
-                if is_initialized is None or is_initialized():
-                    return True
-    return False

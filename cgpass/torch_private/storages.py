@@ -1,6 +1,5 @@
 """Storages and their addresses."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -73,12 +72,6 @@ class WeakStorage:
         if self._ref.expired():
             return None
         return torch.UntypedStorage._new_with_weak_ptr(self._ref.cdata)
-
-
-def expired(storages: Sequence[WeakStorage | None]) -> list[bool]:
-    """Return which storages have died, of those that are any; quicker than to ask each."""
-    is_expired = torch.UntypedStorage._expired
-    return [each is not None and bool(is_expired(each.cdata)) for each in storages]
 
 
 def has_symbolic_sizes(tensor: torch.Tensor) -> bool:

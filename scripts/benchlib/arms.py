@@ -109,20 +109,14 @@ class Arm:
         if self.base == "eager":
             return
         settings = compile_settings(self.name, self.workload.device, plain=self.plain)
-        if spec.spread:
-            spread = importlib.import_module("benchlib.spread")
-            self._call = getattr(spread, spec.spread)(self.module, settings)
-        elif spec.regions is not None:
+        if spec.regions is not None:
             for region in spec.regions(self.module):
                 region.compile(**settings)
         else:
             self._call = torch.compile(self.module, **settings)
 
     def _new_optimizers(self) -> list[torch.optim.Optimizer]:
-        groups: dict[type, list[Any]] = {}  # torch 2.11 takes no mixture with DTensor
-        for p in self.module.parameters():
-            groups.setdefault(type(p.data), []).append(p)
-        return [torch.optim.AdamW(group, lr=1e-4, fused=True) for group in groups.values()]
+        return [torch.optim.AdamW(self.module.parameters(), lr=1e-4, fused=True)]
 
     def prepare(self) -> None:
         """Do what must happen once before the first step."""
@@ -188,8 +182,8 @@ class StepArm(Arm):
     """`cgpass.train_step`: one call is the whole step."""
 
     def _compile(self) -> None:
-        if self.workload.inference or self.workload.spec.spread or self.workload.spec.regions:
-            raise RuntimeError("train_step is for training steps of whole models on one device")
+        if self.workload.inference or self.workload.spec.regions:
+            raise RuntimeError("train_step is for training steps of whole models")
 
     def prepare(self) -> None:
         super().prepare()
@@ -219,8 +213,8 @@ class GraphedArm(Arm):
     caches_casts = False
 
     def _compile(self) -> None:
-        if self.workload.inference or self.workload.spec.spread:
-            raise RuntimeError("callables are graphed for training on one device")
+        if self.workload.inference:
+            raise RuntimeError("callables are graphed for training")
 
     def prepare(self) -> None:
         super().prepare()
@@ -245,8 +239,6 @@ class LimitArm(Arm):
     """
 
     def _compile(self) -> None:
-        if self.workload.spec.spread:
-            raise RuntimeError("the limit is captured on one device")
         super()._compile()
         self.copies_inputs = True
         self._static = {key: value.clone() for key, value in self.workload.batches[0].items()}

@@ -100,8 +100,6 @@ class ModelSpec:
         autocast: Whether the forward runs under bf16 autocast.
         dtype: Type of the weights.
         regions: Finds the modules that are compiled, each by itself; None where the whole is.
-        spread: Spreads the module over the devices of a mesh and compiles it ("tensor_parallel", "fsdp2",
-            "simple_fsdp" of benchlib/spread.py); "" where it runs on one device.
     """
 
     title: str
@@ -110,7 +108,6 @@ class ModelSpec:
     autocast: bool = True
     dtype: torch.dtype = torch.float32
     regions: Callable[[Any], Iterable[nn.Module]] | None = None
-    spread: str = ""
 
 
 @dataclass(kw_only=True)
@@ -227,11 +224,8 @@ def stack(layers: int) -> Callable[[bool], nn.Module]:
     )
 
 
-def attentions(dropout: float) -> Callable[[bool], nn.Module]:
-    def build(tiny: bool) -> nn.Module:
-        return SquareLoss([Attention(64, dropout) for _ in range(2 if tiny else 48)], checkpoint)
-
-    return build
+def attentions(tiny: bool) -> nn.Module:
+    return SquareLoss([Attention(64, 0.1) for _ in range(2 if tiny else 48)], checkpoint)
 
 
 def blocks(saving: str) -> Callable[[bool], nn.Module]:
@@ -275,13 +269,7 @@ SPECS: dict[str, ModelSpec] = REAL | {
     ),
     "attentions": ModelSpec(
         title="48 checkpointed attentions, dropout",
-        build=attentions(0.1),
-        batch=numbers(2, 64, 64),
-        **FP32,
-    ),
-    "attentions_nodrop": ModelSpec(
-        title="48 checkpointed attentions, no dropout",
-        build=attentions(0.0),
+        build=attentions,
         batch=numbers(2, 64, 64),
         **FP32,
     ),
@@ -298,21 +286,15 @@ SPECS: dict[str, ModelSpec] = REAL | {
             ("cgpass", "cgpass.checkpoint"),
         )
     },
-    "llama_tp": ModelSpec(title="Llama, tensor parallel", spread="tensor_parallel", **LLAMA),
-    "llama_fsdp2": ModelSpec(title="Llama, FSDP2", spread="fsdp2", **LLAMA),
-    "llama_simplefsdp": ModelSpec(title="Llama, SimpleFSDP", spread="simple_fsdp", **LLAMA),
 }
 
 
-def make(
-    name: str, device: torch.device, *, tiny: bool, inference: bool = False, rank: int = 0
-) -> Workload:
-    """Build the named model from a fixed seed, and batches from one that depends on the rank."""
+def make(name: str, device: torch.device, *, tiny: bool, inference: bool = False) -> Workload:
+    """Build the named model and its batches from fixed seeds."""
     spec = SPECS[name]
     torch.manual_seed(0)
     master = spec.build(tiny).to(spec.dtype)
-    same = spec.spread == "tensor_parallel"  # all devices see the same batches
-    generator = torch.Generator().manual_seed(1 if same else 1 + rank)
+    generator = torch.Generator().manual_seed(1)
     batches = [
         {
             key: (value.to(spec.dtype) if value.is_floating_point() else value).to(device)

@@ -1,8 +1,11 @@
-"""Results as Markdown tables and as a plot."""
+"""Results as Markdown tables and as a plot, and what is wrong with them."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any
+
+from benchlib.arms import BASELINE, is_ours
 
 Entry = dict[str, Any]
 COLOURS = {
@@ -57,11 +60,9 @@ def note(entry: Entry) -> str:
         said.append(f"**not compared**: {one_line(check['error'])}")
     elif differs(entry):
         said.append("**results differ**")
-        said += ["so do two runs without graphs"] * (check.get("plain_repeatable") is False)
     elif "equal" in check:
         said.append("bitwise equal" + " (deterministic)" * bool(check.get("deterministic")))
-    if entry.get("process_group_ended") is False:
-        said.append("destroy_process_group never returned")
+    said += ["destroy_process_group never returned"] * (entry.get("process_group_ended") is False)
     return "; ".join(said)
 
 
@@ -181,3 +182,56 @@ def plot(data: Entry) -> str:
     line = f'<path d="M{250 + scale:.1f} 28V{y}" stroke="{INK}" stroke-dasharray="3"/>'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 790 {y + 4}" font-family="sans-serif" font-size="12">'
     return "\n".join([head, *parts, line, "</svg>", ""])
+
+
+# ---- what is wrong
+
+TIMES = ("step_ms", "loop_ms", "host_ms", "cold_s", "warm_s")
+MEMORY = "peak_reserved_bytes"
+MOST_VARIATION = 0.2
+
+
+def problems(data: Entry) -> list[str]:
+    """Return what makes a result none: models left out, arms of cgpass that failed, differ or have no figures."""
+    said = [f"left out, out of time: {each}" for each in data.get("left_out", ())]
+    said += [] if data["results"] else ["no results"]
+    for model in data["results"]:
+        for name, entry in model["arms"].items():
+            error = (entry | entry.get("check", {})).get("error")
+            if not is_ours(name):
+                continue
+            where = f"{model['title']}, {model['mode']}, {name}"
+            if error is not None:
+                said.append(f"{where}: failed: {one_line(error)}")
+            elif differs(entry):
+                said.append(f"{where}: results differ")
+            elif not entry.keys() & {*TIMES, MEMORY, "activation_mib"}:
+                said.append(f"{where}: no figures")
+    return said
+
+
+def _variation(entry: Entry, key: str) -> float:
+    """Return the part of a median by which medians vary: half of what single calls do, on the nearer side."""
+    found = entry.get(key)
+    if not isinstance(found, dict) or not found["median"]:
+        return 0.0
+    middle = found["median"]
+    return min(found["p90"] - middle, middle - found["p10"]) / 2 / middle
+
+
+def slower_than_baseline(data: Entry, tolerance: float) -> list[str]:
+    """Return where an arm takes more time or memory than the same arm of the other checkout, in the same run.
+
+    It may take more by `tolerance` percent, and by what medians vary, a fifth at most.
+    """
+    said = []
+    for model in data["results"]:
+        for name in filter(is_ours, model["arms"]):
+            pair = model["arms"].get(name + BASELINE, {}), model["arms"][name]
+            for key in (*TIMES, MEMORY):
+                then, now = (value(entry, key) for entry in pair)
+                varies = min(math.hypot(*(_variation(each, key) for each in pair)), MOST_VARIATION)
+                if then and now and now > then * (1 + tolerance / 100 + varies):
+                    where = f"{model['title']}, {model['mode']}, {name}"
+                    said.append(f"{where}: {key} {now / then:.3f} of the baseline's")
+    return said

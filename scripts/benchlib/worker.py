@@ -1,6 +1,6 @@
 """One process of the benchmark: runs one arm of one model, as told through a pipe.
 
-    python -m benchlib.worker JOB DESCRIPTOR     # by benchlib/crew.py: a Job as JSON, and a pipe's file descriptor
+    python -m benchlib.worker JOB DESCRIPTOR     # by benchlib/process.py: a Job as JSON, and a pipe's file descriptor
 
 `cgpass` is what PYTHONPATH names, this checkout or another one, so only public names of it are used.
 """
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from benchlib import arms, models
 
@@ -38,12 +37,9 @@ class Job:
 
     Attributes:
         mode: "train", "inference" or "start".
-        device: "cuda" or "cpu".
-        tiny: Small models, for trying the script.
         steps: Synchronised steps per block.
         warm_up: Steps until everything is compiled and recorded, with room; losses of the first are compared.
         root: The checkout whose cgpass is measured.
-        host_only: Once all is recorded, replays of the simulated driver do nothing.
     """
 
     model: str
@@ -54,10 +50,6 @@ class Job:
     steps: int
     warm_up: int
     root: str
-    host_only: bool = False
-    rank: int = 0
-    processes: int = 1
-    port: int = 0
 
     @property
     def name(self) -> str:
@@ -92,19 +84,9 @@ class Worker:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.device = (
-            torch.device(job.device, job.rank) if job.device == "cuda" else torch.device("cpu")
-        )
-        if job.processes > 1:
-            backend = "nccl" if job.device == "cuda" else "gloo"
-            store = dist.TCPStore("127.0.0.1", job.port, job.processes, job.rank == 0)
-            dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.processes)
+        self.device = torch.device("cuda:0" if job.device == "cuda" else "cpu")
         self.workload = models.make(
-            job.model,
-            self.device,
-            tiny=job.tiny,
-            inference=job.mode == "inference",
-            rank=job.rank,
+            job.model, self.device, tiny=job.tiny, inference=job.mode == "inference"
         )
 
     def counters(self) -> Counts:
@@ -126,8 +108,8 @@ class Worker:
             losses.append(float(arm.step(self.batch(number))))
             if counts is not None:
                 counts.append(self.counters())
-        local = (getattr(p.detach(), "_local_tensor", p.detach()) for p in arm.module.parameters())
-        bits = [p.flatten().view(torch.uint8).sum(dtype=torch.int64) for p in local]
+        flat = (p.detach().flatten() for p in arm.module.parameters())
+        bits = [p.view(torch.uint8).sum(dtype=torch.int64) for p in flat]
         return {"losses": losses, "bits": [int(each) for each in bits]}
 
     def prepare(self) -> dict[str, Any]:
@@ -149,8 +131,6 @@ class Worker:
             found |= {"partitions": partitions} if any(partitions) else {}
         if isinstance(self.arm, arms.LimitArm):
             self.arm.copies_inputs = False
-        if self.job.host_only:
-            replay_nothing()
         return found
 
     def block(self) -> dict[str, Any]:
@@ -215,11 +195,8 @@ class Worker:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of operators that have none
             ours, plain = self._again(plain=False), self._again(plain=True)
-            found: dict[str, Any] = {"equal": ours == plain, "deterministic": True}
-            if not found["equal"]:
-                found["plain_repeatable"] = self._again(plain=True) == plain
         torch.use_deterministic_algorithms(False)
-        return found
+        return {"equal": ours == plain, "deterministic": True}
 
     def _again(self, *, plain: bool) -> dict[str, Any]:
         arm = arms.make(self.job.arm, self.workload, plain=plain)
@@ -237,21 +214,6 @@ class Worker:
             arm.step(self.batch(number)).item()
         return {"seconds": round(time.perf_counter() - arm.started, 4)}
 
-    def answer(self, command: str) -> dict[str, Any]:
-        """Do what is asked."""
-        if command == "end":
-            if dist.is_initialized():
-                dist.destroy_process_group()  # with graphs alive
-            return {}
-        return getattr(self, command)()
-
-
-def replay_nothing() -> None:
-    """Have the simulated driver's replays, which run every operator, do nothing: what is left is the host's part."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("cgpass.") and hasattr(module, "SimulatedGraph"):
-            module.SimulatedGraph.replay = lambda graph: None
-
 
 def check_root(root: str) -> None:
     """Fail if cgpass is not that of the checkout that is to be measured.
@@ -265,20 +227,17 @@ def check_root(root: str) -> None:
 
 
 def main(job: Job, pipe: Connection) -> None:
-    """Answer commands until the last one, or until one fails."""
+    """Do what is asked, until that fails or the process is ended."""
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.recompile_limit = 64  # layers share code
     worker: Worker | None = None
-    command = ""
-    while command != "end":
+    while True:
         command = pipe.recv()
         try:
             if worker is None:
                 check_root(job.root)
-                if job.device == "cuda":
-                    torch.cuda.set_device(job.rank)
                 worker = Worker(job)
-            pipe.send(worker.answer(command))
+            pipe.send(getattr(worker, command)())
         except Exception as error:
             text = f"{type(error).__name__}: {error}".strip()[:600]
             pipe.send(
@@ -286,7 +245,7 @@ def main(job: Job, pipe: Connection) -> None:
             )
             pipe.close()
             sys.stderr.flush()
-            os._exit(1)  # at once: what is left of a process group would be waited for
+            os._exit(1)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What `faults.py` is made of; tests inject single faults with it, too."""
+"""Parts of `faults.py`; tests inject single faults with them, too."""

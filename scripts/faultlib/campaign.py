@@ -7,7 +7,7 @@ import signal
 import sys
 import timeit
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ _ELSEWHERE = ("run_with_state", "recompute_fn", "_recompute")
 
 
 def in_runtime(name: str) -> bool:
-    """Return whether a file is one of those in which faults are injected."""
+    """Tell if a file is one of those in which faults are injected."""
     if not name.startswith(str(_PACKAGE)):
         return False
     inside = Path(name).relative_to(_PACKAGE)
@@ -43,7 +43,7 @@ def in_runtime(name: str) -> bool:
 
 
 def in_operators(name: str) -> bool:
-    """Return whether a file is the code of a graph, which has an operator a line."""
+    """Tell if a file is the code of a graph, which has an operator a line."""
     return name.startswith("<eval_with_key>")
 
 
@@ -114,19 +114,19 @@ class Campaign:
         return cgpass.counters()["replays"] - before
 
     def faults(
-        self, *, per_line: int = 3, errors: tuple[type[BaseException], ...] = (), shift: int = 0
+        self, per_line: int = 3, errors: Sequence[type[BaseException]] = (), shift: int = 0
     ) -> list[Fault]:
-        """Return errors at points of the runtime: each that is given, else one in turns, so many times a point is passed."""
+        """List errors at points of the runtime: each that is given, else one in turns, so many times a point is passed."""
         points = []
         for is_cold in (True, False):
             for point, number in self._passed(in_runtime, is_cold=is_cold).items():
                 middle = [self.random.randrange(number) for _ in range(per_line - 2)]
-                chosen = sorted({0, number - 1, *middle})[:per_line] if per_line > 1 else [0]
-                points += [(is_cold, point._replace(time=time)) for time in chosen]
+                times = sorted({0, number - 1, *middle})[:per_line]
+                points += [(is_cold, point._replace(time=time)) for time in times]
         return [
             self._fault(point, error, is_cold=is_cold)
             for n, (is_cold, point) in enumerate(points)
-            for error in (errors or [ERRORS[(n + shift) % len(ERRORS)]])
+            for error in errors or [ERRORS[(n + shift) % len(ERRORS)]]
         ]
 
     def captures(self) -> list[Fault]:
@@ -195,7 +195,7 @@ class Campaign:
         return was_raised() and self._look(values, complete=complete, unchecked=unchecked)
 
     def _look(self, values: list[torch.Tensor], *, complete: bool, unchecked: str) -> str | None:
-        """Return what is wrong after a fault, if anything."""
+        """Tell what is wrong after a fault, if anything."""
         if (why := self._differs(values, complete=complete)) is not None:
             return f"at once, {why}"
         if _generator_state() not in self._generator_states:
@@ -243,7 +243,7 @@ class Campaign:
 
 
 def _modes() -> str | None:
-    """Return what of the process or of this thread is not as it was."""
+    """Tell what of the process or of this thread is not as it was."""
     wrong = {
         "garbage collection is off": not gc.isenabled(),
         "gradients are off": not torch.is_grad_enabled(),

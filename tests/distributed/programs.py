@@ -205,7 +205,7 @@ class GatheredTwice(Gathered):
 def gathers_recorded():
     """All-gathers in all recordings."""
     tapes = [
-        recording._graph._calls
+        recording.graph._calls
         for owner in list(owners._owners)
         for run in owner._members
         for recording in run.table.all()

@@ -56,7 +56,7 @@ def test_times_and_memory_of_a_training_step(compiler):
         assert graph.driver == "cuda"
         assert part.device_ms > 0
         (recording,) = part.recordings
-        assert recording.record_ms > recording.instantiate_ms > 0
+        assert recording.record_ms > 0
     assert torch.cuda.get_device_name() in str(report)
     assert "of the time on the device inside graphs" in str(report)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -65,10 +65,8 @@ def test_a_written_argument_that_shares_memory(setting, shift, caplog):
     )
     same(found, expected)
     assert graphed.stats.plain_calls == 1
-    assert "argument 0, which it writes, shares memory with argument 1" in caplog.text
-    buffer = torch.zeros(6, device=setting.device)
-    same(graphed(buffer[:3], buffer[3:]), zeros()[:3])
-    same(buffer[:3], zeros()[:3] + 1)
+    assert "args[0], which it writes, shares memory with something else" in caplog.text
+    same(graphed(zeros()[:3], zeros()[:3]), zeros()[:3])
     assert graphed.stats.plain_calls == 1
 
 

@@ -63,20 +63,6 @@ def test_what_is_handed_out_keeps_its_values_over_many_calls(setting):
         same(found, expected)
 
 
-def test_static_gradients_on_request(setting):
-    module, plain = twins(setting, net())
-    x = setting.randn(4, 8, grad=True)
-    graphed = setting.graphed(module, (x,), own_grads=False)
-    pointers = set()
-    for _ in range(3):
-        check(setting, graphed, plain, x, 1)
-        same_grads(module, plain)
-        pointers.add(next(module.parameters()).grad.data_ptr())
-        clear_grads(module, plain)
-    assert len(pointers) == 1
-    assert graphed.graphed.stats.rescues == 0
-
-
 def test_keyword_arguments_in_any_order(setting):
     def fn(x, *, scale, shift=None):
         return x * scale if shift is None else x * scale + shift
@@ -88,9 +74,13 @@ def test_keyword_arguments_in_any_order(setting):
     b, (want,) = step(fn, x, scale=scale, shift=shift)
     same(a, b)
     same(grad, want)
-    with pytest.raises(cgpass.errors.InputError, match="recorded with 1 positional arguments and"):
+    with pytest.raises(
+        cgpass.errors.InputError, match="called with arguments of another structure"
+    ):
         graphed(x, scale=scale)
-    with pytest.raises(cgpass.errors.InputError, match="called with 1 and scale, shfit by keyword"):
+    with pytest.raises(
+        cgpass.errors.InputError, match=r"(?s)Expected .*scale.* got .*shfit.* Call"
+    ):
         graphed(x, scale=scale, shfit=shift)
 
 
@@ -111,7 +101,7 @@ def test_nested_arguments(setting):
     same(graphed(*args), fn(*args))
     args[2]["negate"] = False
     with pytest.raises(
-        cgpass.errors.InputError, match=r"argument 2\['negate'\] was True .* is False now"
+        cgpass.errors.InputError, match=r"args\[2\]\['negate'\] was True .* is False now"
     ):
         graphed(*args)
     with pytest.raises(cgpass.errors.InputError, match="another structure"):
@@ -126,20 +116,20 @@ def test_constants_are_checked(setting):
     graphed = setting.graphed(fn, (x, 2, "power"))
     same(graphed(x, 2, "power"), x**2)
     for power in (3, 2.0, True, x):
-        with pytest.raises(cgpass.errors.InputError, match="argument 1 was 2 when it was recorded"):
+        with pytest.raises(cgpass.errors.InputError, match=r"args\[1\] was 2 when it was recorded"):
             graphed(x, power, "power")
 
 
 def test_tensors_that_do_not_fit_are_refused(setting):
     graphed = setting.graphed(net().to(setting.device), (setting.randn(4, 8),))
     refused = {
-        r"argument 0 was \[4, 8\] torch.float32 on .* now it is \[5, 8\] .*\. Convert it, or record a "
+        r"args\[0\] was \[4, 8\] torch.float32 on .* now it is \[5, 8\] .*\. Convert it, or record a "
         "callable with such a sample too": setting.randn(5, 8),
         r"now it is .* torch.float64 on": setting.randn(4, 8).double(),
         r"now it is .* on meta": torch.empty(4, 8, device="meta"),
         "in the sample, now it is .* with requires_grad=True": setting.randn(4, 8, grad=True),
         "in the sample, now it is a float": 1.5,
-        "now it is a torch.sparse_coo, and no dense one": setting.randn(4, 8).to_sparse(),
+        "now it is torch.sparse_coo": setting.randn(4, 8).to_sparse(),
     }
     for message, value in refused.items():
         with pytest.raises(cgpass.errors.InputError, match=message):
@@ -222,5 +212,5 @@ def test_an_argument_that_requires_grad_must_not_be_written(setting):
             x.mul_(2)
         return x.sin()
 
-    with pytest.raises(cgpass.errors.GraphedArgumentError, match="writes argument 0 in place"):
+    with pytest.raises(cgpass.errors.GraphedArgumentError, match=r"writes args\[0\] in place"):
         setting.graphed(fn, (setting.randn(3, grad=True),))

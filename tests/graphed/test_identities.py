@@ -36,10 +36,7 @@ def test_code_that_asks_whether_arguments_are_one(setting, sample, form, caplog)
     def unpacking(fn):
         return lambda *given: fn(*given) if len(given) == 2 else fn(given[0]["a"], *given[0]["b"])
 
-    options = {"allow_unused_input": True}
-    graphed = setting.graphed(
-        unpacking(module), form(*pairs(setting)[sample]), **options, modules=(module,)
-    )
+    graphed = setting.graphed(unpacking(module), form(*pairs(setting)[sample]), modules=(module,))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             for kind, args in pairs(setting).items():

@@ -55,10 +55,9 @@ def test_weights_tied_and_untied_after_recording(setting):
     del kept
 
 
-@pytest.mark.parametrize("patch", [False, True])
-def test_replaced_submodules(setting, patch, caplog):
+def test_replaced_submodules(setting, caplog):
     module, plain = twins(setting, pair())
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),), patch_modules=patch)
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
     first, x = (module[1], plain[1]), setting.randn(4, 8, grad=True)
     module[1] = plain[1] = torch.nn.ReLU()
     same(step(graphed, x)[0], step(plain, x)[0])
@@ -169,17 +168,6 @@ def test_modules_that_are_given_in_another_form(setting, several):
         ) as caught:
             setting.graphed(fns, (sample,) if several else sample, modules=modules)
         assert len(str(caught.value)) < 300
-
-
-def test_what_can_not_be_read_in_a_closure_may_be_there_unread(setting):
-    module, plain = twins(setting, net())
-    module.register_buffer("unread", torch.eye(8, device=setting.device).to_sparse())
-    graphed = setting.graphed(
-        lambda x: module(x), (setting.randn(4, 8, grad=True),), modules=(module,)
-    )
-    check(setting, graphed, module, plain, 0)
-    with pytest.raises(cgpass.errors.InputError, match=r"Sequential: unread has layout torch.spa"):
-        setting.graphed(module, (setting.randn(4, 8),))
 
 
 # ---- modes

@@ -107,3 +107,17 @@ def test_a_second_backward(setting):
         ((1, -1, 1, -1, -1), (1,)),
     ):
         check(setting, modules, both, order, retain=retain)
+
+
+def test_a_backward_whose_parameters_moved_is_told_of_once(setting, caplog):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    for _ in range(2):
+        x = setting.randn(4, 8)
+        outs = graphed(x), plain(x)
+        for each in (module, plain):
+            each[0].weight.data = each[0].weight.data.clone()
+        for out in outs:
+            out.square().sum().backward()
+        same_grads(module, plain)
+    assert caplog.text.count("runs a backward without a graph: its parameters moved") == 1

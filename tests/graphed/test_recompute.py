@@ -12,21 +12,13 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as torchs
 
 import cgpass
-from cgpass.errors import CaptureError
 from tests.graphed.steps import Layer, clear_grads, rng_state, same, same_grads, step, twins
 
 WAYS = {
     "none": None,
     "ours": cgpass.checkpoint,
     "ours reentrant": functools.partial(cgpass.checkpoint, use_reentrant=True),
-    "torch's": functools.partial(torchs, use_reentrant=False, preserve_rng_state=False),
-    "torch's reentrant": functools.partial(torchs, use_reentrant=True, preserve_rng_state=False),
 }
-"""Torch's own checkpoints can't recompute random numbers in a graph: they are run without any."""
-
-
-def dropout_of(way):
-    return 0.0 if way.startswith("torch") else 0.3
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +31,8 @@ def deterministic():
 class Model(torch.nn.Module):
     def __init__(self, way, layers=4):
         super().__init__()
-        dropout = dropout_of(way)
         self.layers = torch.nn.ModuleList(
-            Layer(dropout=dropout, checkpoint=WAYS[way]) for _ in range(layers)
+            Layer(dropout=0.3, checkpoint=WAYS[way]) for _ in range(layers)
         )
         self.head = torch.nn.Linear(8, 8)
 
@@ -112,30 +103,55 @@ class _Remembers(torch.autograd.Function):
         return grad @ ctx.module.out.weight, None
 
 
-WAYS_TO_HOLD = {**WAYS, "function": None}
+class Hooked(torch.autograd.graph.saved_tensors_hooks):
+    def __init__(self, module):
+        super().__init__(lambda x: (module, x), lambda packed: packed[1])
+
+
+def by_tensor_hook(module, x):
+    x = module.out(x)
+    x.register_hook(lambda grad: grad + 0 * module.out.bias.sum())
+    return x
+
+
+def by_metadata(module, x):
+    x = module.out(x)
+    x.grad_fn.metadata["module"] = module
+    return x
+
+
+def by_saved_tensors_hooks(module, x):
+    with Hooked(module):
+        return module.out(x).sin()
+
+
+WAYS_TO_HOLD = {
+    "function": lambda module, x: _Remembers.apply(x, module),
+    "checkpoint": lambda module, x: cgpass.checkpoint(module.feed, x),
+    "tensor hook": by_tensor_hook,
+    "metadata": by_metadata,
+    "saved tensors' hooks": by_saved_tensors_hooks,
+}
 
 
 @pytest.mark.parametrize("way", WAYS_TO_HOLD)
-@pytest.mark.parametrize("form", ["copy", "patched", "method"])
-def test_what_a_graph_keeps_of_a_callable_frees_it(setting, way, form):
+def test_what_a_graph_keeps_of_a_module_does_not_keep_the_graph(setting, way):
     """C++ holds the graph of a recording, where no garbage collector looks."""
 
     class Holder(Layer):
         def forward(self, x):
-            return _Remembers.apply(x, self) if way == "function" else super().forward(x)
+            return WAYS_TO_HOLD[way](self, x)
 
-    module = setting.module(Holder(checkpoint=WAYS_TO_HOLD[way]))
-    sample = (setting.randn(2, 4, 8, grad=True),)
-    fn = module.forward if form == "method" else module
-    options = {"allow_unused_input": True, "patch_modules": form == "patched"}
-    module.graphed_one = setting.graphed(fn, sample, **options)
-    outs = [module.graphed_one(setting.randn(2, 4, 8, grad=True)) for _ in range(2)]
+    module = setting.module(Holder())
+    graphed = setting.graphed(module, (setting.randn(2, 4, 8, grad=True),))
+    graphed.me = [graphed.graphed.description.stats]
+    outs = [graphed(setting.randn(2, 4, 8, grad=True)) for _ in range(2)]
     for out in outs:
         out.sum().backward()
-    gone = weakref.ref(module.graphed_one), weakref.ref(module)
-    del module, fn, out, outs
+    gone = weakref.ref(graphed), weakref.ref(graphed.graphed), weakref.ref(module)
+    del module, graphed, out, outs
     gc.collect()
-    assert [ref() for ref in gone] == [None, None]
+    assert [ref() for ref in gone] == [None, None, None]
 
 
 def test_checkpoints_reached_by_hooks_of_parameters(setting):
@@ -186,16 +202,13 @@ def test_a_tracker_of_states(setting):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_torchs_checkpoint_of_random_operators_is_refused(reentrant):
+def test_torchs_checkpoints_are_refused(setting, reentrant):
     def forward(x):
-        return torchs(lambda x: F.dropout(x, 0.5) * 3, x, use_reentrant=reentrant)
+        return torchs(torch.sin, x, use_reentrant=reentrant, preserve_rng_state=False).cos()
 
-    options = cgpass.GraphedOptions(driver="simulated")
-    found = r"backward of .*forward can't be captured, at .*aten.bernoulli.* Recompute by cgpass"
-    with pytest.raises(CaptureError, match=found):
-        cgpass.make_graphed_callables(
-            forward, (torch.ones(4, requires_grad=True),), options=options
-        )
+    match = "forward has a torch.utils.checkpoint in it, .* Use cgpass.checkpoint"
+    with pytest.raises(cgpass.errors.GraphedArgumentError, match=match):
+        setting.graphed(forward, (setting.randn(4, grad=True),))
 
 
 def test_a_call_inside_of_the_fork_that_it_has_inside(setting, caplog):

@@ -47,7 +47,7 @@ def test_fused_gradient_accumulation(setting, asks):
         torch.manual_seed(0)
         module, fired = FusedLinear(setting.device, asks=asks), []
         sample, xs = setting.randn(2, 4, grad=True), [setting.randn(2, 4) for _ in range(3)]
-        fn = setting.graphed(module, (sample,), allow_unused_input=not asks) if graphed else module
+        fn = setting.graphed(module, (sample,)) if graphed else module
         module.weight.main_grad.zero_()
         module.weight.register_post_accumulate_grad_hook(fired.append)
         for x in xs:
@@ -63,7 +63,7 @@ def test_fused_gradient_accumulation(setting, asks):
 
 def test_another_tensor_to_add_gradients_to(setting):
     module = FusedLinear(setting.device, asks=False)
-    graphed = setting.graphed(module, (setting.randn(2, 4, grad=True),), allow_unused_input=True)
+    graphed = setting.graphed(module, (setting.randn(2, 4, grad=True),))
     x, first = setting.randn(2, 4, grad=True), module.weight.main_grad
     want = torch.ones(4, 2, device=setting.device) @ x.detach()
     for place in (first, torch.zeros_like(first), first):

@@ -39,7 +39,7 @@ def patched(module):
 def test_they_run_and_then_the_graph_again(setting, change, caplog):
     module, plain = twins(setting, three())
     x = setting.randn(4, 8, grad=True)
-    graphed = setting.graphed(module, (x,), patch_modules=True)
+    graphed = setting.graphed(module, (x,))
     check(setting, graphed, plain, x, 1)
     undo = [change(each) for each in (module, plain)]
     check(setting, graphed, plain, x, 2)
@@ -56,7 +56,7 @@ def test_one_for_another(setting, caplog):
     module, plain = twins(setting, three())
     x = setting.randn(4, 8)
     before = [each[1].register_forward_hook(scaled) for each in (module, plain)]
-    graphed = setting.graphed(module, (x,), patch_modules=True)
+    graphed = setting.graphed(module, (x,))
     check(setting, graphed, plain, x, 2)
     assert graphed.graphed.stats.plain_calls == 0
     for each, hook in zip((module, plain), before, strict=True):

@@ -73,12 +73,11 @@ class Around(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("patch", [True, False])
 @pytest.mark.parametrize("grad", [True, False])
-def test_tracing(setting, grad, patch, caplog):
+def test_tracing(setting, grad, caplog):
     module, plain = twins(setting, net())
     with torch.set_grad_enabled(grad):
-        graphed = setting.graphed(module, (setting.randn(4, 8),), patch_modules=patch)
+        graphed = setting.graphed(module, (setting.randn(4, 8),))
         traced = torch.jit.trace(Around(graphed), setting.randn(4, 8), check_trace=False)
     assert "runs without a graph: a transform, a tracer or" in caplog.text
     for _ in range(2):

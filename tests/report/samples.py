@@ -20,7 +20,7 @@ def sample(text="", **changes):
     small = "its partition would hold 1 operator that does work on the device"
     chosen = Reason("too_small", "aten.cos.default", small, "set min_partition_ops to 1", count=2)
     moved = f"weight{text} (float32[8, 8]) moved from 0x7f00 to 0x7f80"
-    first = RecordingNote("first", "the first call after the warm-up", 100, 0, 8.5, 1.5, 20.0)
+    first = RecordingNote("first", "the first call after the warm-up", 100, 0, 8.5, 20.0)
     captured = PartitionReport(
         name=f"captured_0{text}",
         captured=True,
@@ -29,7 +29,6 @@ def sample(text="", **changes):
         replays=26,
         counts={"calls": 30, "replays": 26, "recordings": 2, "rescues": 2, "warmups": 1},
         recordings=(first, RecordingNote("moved", moved, 3 << 20, 1, 7.25)),
-        live_recordings=2,
         copied_inputs=(
             CopiedInput(name=f"x{text}", num_bytes=3 << 20, line=f"model.py:40 in forward{text}"),
             CopiedInput(name="mask", num_bytes=100),
@@ -47,7 +46,7 @@ def sample(text="", **changes):
         device_ms=0.25,
     )
     forward = GraphReport(
-        number=0,
+        graph_break=Reason("graph_break", "", "graph break", "remove it", "model.py:50 in f"),
         direction="forward",
         partitions=(captured, eager),
         num_ops=43,
@@ -57,7 +56,6 @@ def sample(text="", **changes):
         calls=30,
     )
     plain = GraphReport(
-        number=1,
         direction="backward",
         partitions=(),
         skip=f"it uses several devices: cuda:0, cuda:1{text}; use one",

@@ -8,6 +8,7 @@ from torch import nn
 
 import cgpass
 from cgpass.report import check
+from cgpass.report.report import Report
 from cgpass.telemetry.reason import NEW, OTHER_FIXES, CallReasons
 from tests.report.calls import BLAMED, CALLS
 
@@ -65,39 +66,23 @@ def limited():
     )
 
 
-def test_percentages_leave_out_calls_that_ran_without_a_graph(simulated):
-    inner = limited()
-    report = cgpass.explain(
-        lambda x: sum(inner(x[:n]).sum() for n in (2, 3, 4)), torch.randn(4, 4), training=False
-    )
-    assert report.settled
-    done, work = report.work
-    assert 3 * done == work
-    text = joined(report)
-    assert (
-        f"33.3% of the {work} operators of compiled functions ran in graphs, 0 boundaries" in text
-    )
-    plain = report.plain_calls
-    assert f"{plain} calls without a graph" in text
-    assert (
-        f"{plain} of {report.graphs[0].calls} calls ran without a graph: as many shapes are recorded as max_recordings=1 "
-        "allows, and another value or layout of x.size(0) came [max_recordings] Do: pad inputs to a few sizes, or raise "
-        "max_recordings"
-    ) in text
-    assert cgpass.Report.from_dict(report.to_dict()) == report
-
-
 def test_a_check_and_a_report_of_all_tell_the_same_share(simulated, counted_alone):
     inner = limited()
     with cgpass.explain() as report:
         for _ in range(10):
             for n in (2, 3, 4):
                 inner(torch.randn(n, 4))
-    assert report.work == (36, 108)
+    assert (report.work, report.plain_calls) == ((36, 108), 18)
+    assert Report.from_dict(report.to_dict()) == report
+    text = joined(report)
+    assert (
+        "33.3% of the 108 operators of compiled functions ran in graphs, 0 boundaries, 18" in text
+    )
+    assert "x.size(0) came [max_recordings] Do: pad inputs to a few sizes, or raise" in text
     passes, text = check.verdict(report, 0.95)
     assert not passes
     assert "FAILED: 33.3% of the 108 operators that compiled functions ran after" in joined(text)
-    _, (line,) = check.outside(report)
+    (line,) = check.fell_back(report)
     assert "captured_0: 18 of 30 calls ran without a graph: as many shapes are recorded" in line
     assert line.endswith("[max_recordings]; pad inputs to a few sizes, or raise max_recordings")
 

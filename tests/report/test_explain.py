@@ -62,7 +62,7 @@ def test_a_block_reports_what_ran_inside_and_nothing_else():
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     train(call, optimizer, 4)
     with cgpass.explain() as report:
-        assert report.graphs == ()
+        assert str(report).startswith("the block that is watched goes on: ")
         train(call, optimizer, 3)
     train(call, optimizer, 5)
     assert [(graph.direction, graph.calls) for graph in report.graphs] == [
@@ -71,7 +71,6 @@ def test_a_block_reports_what_ran_inside_and_nothing_else():
     ]
     for part in report.partitions:
         assert (part.calls, part.replays, part.recordings) == (3, 3, ())
-        assert part.live_recordings == 1
         assert part.output_bytes > 0
     forward = report.partitions[0]
     assert [(each.name, each.num_bytes) for each in forward.copied_inputs] == [("x", 128)]
@@ -83,6 +82,8 @@ def test_a_block_reports_what_ran_inside_and_nothing_else():
     assert report.boundaries == report.plain_calls == 0
     assert report.settled is None
     assert str(report).startswith("100% of the ")
+    assert "test_explain.py:" in report.graphs[0].place
+    assert Report.from_dict(report.to_dict()) == report
 
 
 def test_a_first_block_tells_of_warm_ups_and_recordings():
@@ -116,19 +117,6 @@ def test_two_blocks_count_reasons_each():
         assert reason.detail.startswith(f"{times} of {times} calls ran without a graph: ")
         assert report.plain_calls == times
         assert report.work[0] == 0
-
-
-def test_a_report_that_is_printed_in_its_own_block_tells_of_so_far():
-    call = torch.compile(split, backend="cgpass")
-    with cgpass.explain() as report:
-        for _ in range(2):
-            call(X)
-        so_far = str(report)
-        kept = Report.from_dict(report.to_dict())
-        call(X)
-    assert so_far.startswith("so far, inside of the block: 88.9% of the 9 operators of compiled")
-    assert str(kept) == so_far
-    assert str(report).startswith("88.9% of the 18 operators of compiled functions ran in graphs")
 
 
 def raises(call):
@@ -209,19 +197,6 @@ def test_recordings_that_a_larger_call_had_made_anew_say_so():
 # ---- calls that explain makes
 
 
-def test_a_training_step():
-    report = cgpass.explain(Model(), X)
-    forward, backward = report.graphs
-    assert (forward.direction, backward.direction) == ("forward", "backward")
-    assert "test_explain.py:" in forward.place
-    assert forward.driver == "simulated"
-    assert report.settled
-    assert report.model == "Model.forward"
-    assert [each.cause for each in forward.partitions[0].recordings] == ["first"]
-    assert forward.calls == backward.calls
-    assert Report.from_dict(report.to_dict()) == report
-
-
 def test_simulated_graphs_are_no_measure_of_speed():
     report = cgpass.explain(split, X, compare=True)
     assert set(re.findall(r'ms": (.*?),?$', report.to_json(), re.MULTILINE)) == {"null"}
@@ -248,7 +223,8 @@ def test_calls_are_compared_and_those_without_graphs_not_counted():
     with cgpass.expect(plain_calls=0, graphs=0):
         ms = watch.compared(lambda: compiled(X).sum().backward(), owners)
     assert min(ms) > 0
-    assert [run.parts["captured_0"].reasons for (run,) in mine] == [(), ()]
+    parts = [run.parts["captured_0"] for (run,) in mine]
+    assert not any(part.reasons.told(dataclasses.asdict(part.stats)) for part in parts)
     with cgpass.expect(plain_calls=0, replays=1):
         compiled(X)
 
@@ -314,12 +290,6 @@ def in_place():
     return model
 
 
-def in_part():
-    model = Model()
-    model.first = torch.compile(model.first, backend="cgpass")
-    return model
-
-
 def named():
     inner = torch.compile(Model(), backend="cgpass")
 
@@ -329,7 +299,7 @@ def named():
     return lambda x: helper(x).sin()
 
 
-@pytest.mark.parametrize("make", [in_place, in_part, named, lambda: Trainer().run])
+@pytest.mark.parametrize("make", [in_place, named, lambda: Trainer().run])
 def test_what_is_compiled_already_runs_as_it_is(make):
     call = make()
     call(X).sum().backward()
@@ -448,36 +418,18 @@ class Batch(nn.Module):
         return self.layer(batch[self.key]).sin().cos()
 
 
-class XAndBias(NamedTuple):
-    x: torch.Tensor
-    bias: torch.Tensor
-
-
-class TwoOfThem(NamedTuple):
-    first: torch.Tensor
-    second: torch.Tensor
-
-
 @pytest.mark.parametrize(
     ("make", "args"),
     [
-        (Takes, (XAndBias(X, X),)),
-        (lambda: two, (TwoOfThem(X, X),)),
-        (lambda: Batch(0), (XAndBias(X, X),)),
-        (
-            lambda: lambda batch, scale=1: batch.x.sin().cos() * batch.bias * scale,
-            (XAndBias(X, X),),
-        ),
         (Takes, ({"x": X, "bias": X},)),
         (Takes, ((X, X),)),
         (Takes, ([X],)),
         (Takes, (X, X)),
-        (lambda: Batch("x"), ({"x": X},)),
-        (lambda: Batch(0), ((X, X),)),
-        (lambda: Batch(0), ([X],)),
+        (lambda: Batch("x"), ([{"x": X}],)),
+        (lambda: Batch(0), (((X, X),),)),
     ],
 )
-def test_a_batch_is_given_as_the_function_takes_it(make, args):
+def test_a_batch_by_itself_is_spread_out(make, args):
     assert cgpass.explain(make(), *args).work[0] > 0
 
 
@@ -501,7 +453,7 @@ def test_what_a_function_does_not_take_is_told_in_one_line(fn, batch, why):
         cgpass.explain(fn, batch)
     message = str(error.value)
     assert message.startswith(f"cgpass.explain: {why}")
-    assert "write out what it takes: cgpass.explain(model, x=..., " in message
+    assert message.endswith("write out what it takes, or [batch] if it takes the batch whole")
     assert "\n" not in message
 
 

@@ -196,7 +196,7 @@ def test_a_cpu_tensor_is_named():
     """On fake devices: without CUDA no graph has tensors of two devices."""
     (reason,) = PROVOKED["cpu_tensor"]()
     part = PartitionReport(name="eager_1", captured=False, num_ops=1, reasons=(reason,), calls=3)
-    graph = GraphReport(number=0, direction="forward", partitions=(part,), num_ops=1, calls=4)
+    graph = GraphReport(direction="forward", partitions=(part,), num_ops=1, calls=4)
     text = words(str(Report(graphs=(graph,))))
     op, line = BLAMED["cpu_tensor"]
     assert (

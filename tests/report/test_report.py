@@ -37,7 +37,6 @@ def test_it_is_kept_in_files(tmp_path):
         ([], "this is no report of cgpass"),
         ({}, "the key 'schema' was expected"),
         ({"schema": 1, "cgpass": "0.0.1"}, "read it with the version that wrote it"),
-        ({"schema": True}, "has schema True"),
         ({"schema": SCHEMA, "nothing": 1}, "the report is damaged"),
         ({"schema": SCHEMA, "graphs": [3]}, "the report is damaged"),
     ],
@@ -137,21 +136,13 @@ def test_without_a_device_the_share_is_of_operators():
 
 
 def test_a_report_of_nothing():
-    empty = {
-        "graphs": (),
-        "graph_breaks": (),
-        "left_to_eager": (),
-        "graphs_ms": None,
-        "device_ms": None,
-    }
-    assert headline(sample(**empty)) == NOTHING
-    assert NOTHING in page(sample(**empty)).text
-    assert headline(sample(**empty | {"others": ("train_step of f: 3 calls",)})).startswith(
-        "training steps"
-    )
-    assert "train_step of f: 3 calls" in str(
-        sample(**empty | {"others": ("train_step of f: 3 calls",)})
-    )
+    none = {"graphs": (), "graph_breaks": (), "left_to_eager": ()}
+    empty = sample(**none, graphs_ms=None, device_ms=None)
+    assert headline(empty) == NOTHING
+    assert NOTHING in page(empty).text
+    steps = dataclasses.replace(empty, others=("train_step of f: 3 calls",))
+    assert headline(steps).startswith("training steps")
+    assert "train_step of f: 3 calls" in str(steps)
 
 
 def test_what_changed_is_told(tmp_path, capsys):

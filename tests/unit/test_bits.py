@@ -9,6 +9,7 @@ from cgpass.runtime.inputs import (
     as_bits,
     copies_in,
     copy_all,
+    copy_in,
 )
 
 KNOWN = set(COPIED_AS_THEY_ARE)
@@ -61,8 +62,7 @@ def layouts(dtype):
 def test_inputs_of_every_dtype_are_copied_in_and_back(dtype):
     values_in = layouts(dtype)
     placeholders = {i: Placeholder(value) for i, value in enumerate(values_in)}
-    for group in copies_in(placeholders):
-        group.copy_from(values_in)
+    copy_in(copies_in(placeholders), values_in)
     for i, placeholder in placeholders.items():
         assert placeholder.tensor.dtype == dtype
         assert placeholder.tensor.stride() == values_in[i].stride()

@@ -3,10 +3,6 @@
 import gc
 import threading
 
-import pytest
-import torch
-
-from cgpass import torch_private
 from cgpass.runtime.capturing import (
     Capture,
     Pause,
@@ -49,32 +45,6 @@ def test_what_is_destroyed_may_destroy_more():
     with Capture():
         when_no_capture_runs(lambda: when_no_capture_runs(lambda: done.append(1)))
     assert done == [1]
-
-
-def test_stale_streams_follow_captures_as_long_as_one_runs(monkeypatch):
-    setting = [False]
-
-    def follow(value):
-        before, setting[0] = setting[0], value
-        return before
-
-    monkeypatch.setattr(torch_private, "have_stale_streams_follow", follow)
-    with Capture():
-        with Capture():
-            assert setting == [True]
-        assert setting == [True]
-    assert setting == [False]
-    setting[0] = True  # the user's own
-    with pytest.raises(ValueError, match="in it"), Capture():
-        raise ValueError("in it")
-    assert setting == [True]
-
-
-def test_torchs_own_setting_is_set_where_there_is_one():
-    before = torch_private.have_stale_streams_follow(True)
-    now = torch_private.have_stale_streams_follow(before)
-    has_one = hasattr(torch.autograd.graph, "set_override_stale_capture_stream")
-    assert (before, now) == (False, has_one)
 
 
 def test_no_gc_ends_when_the_last_thread_leaves():

@@ -12,17 +12,13 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from cgpass.compile.facts.rng_pairs import PAIR, pair_random_ops, require_drawn_once
 from cgpass.compile.facts.text import graph_text
 from cgpass.compile.passes import rng_passes
 from cgpass.compile.passes.base import PassContext, run_passes
-from cgpass.compile.passes.functionalize_rng import RngPairs
-from cgpass.compile.passes.split_joint import split_joint
-from cgpass.errors import CheckpointError, PassError
+from cgpass.compile.passes.rng_pairs import PAIR, RngPairs, pair_random_ops, split_joint
 from tests.graphs import CUDA, calls, cpu, fake_cuda_graph, joint_graph
 
 aten = torch.ops.aten
-invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 
 
 def checkpointed(fn):
@@ -179,46 +175,6 @@ def test_a_generator_of_the_users_own_is_no_pair():
         (node,) = calls(gm, aten.rand.generator)
         node.kwargs = {**node.kwargs, "generator": gm.graph.find_nodes(op="placeholder")[0]}
     assert pair_random_ops(*graphs, 1) == 0
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_twice_is_once(direction):
-    gm = split(checkpointed(kinds), (4,))[direction == "backward"]
-    assert rewrite(gm, direction).modified
-    before = graph_text(gm)
-    again = rewrite(gm, direction)
-    assert not again.modified
-    assert again.notes == ()
-    assert graph_text(gm) == before
-
-
-def body_of(gm, name):
-    """A module whose graph calls `gm` as a region."""
-    graph = torch.fx.Graph()
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    args = [graph.placeholder(node.name) for node in placeholders]
-    region = graph.call_function(invoke_subgraph, (graph.get_attr("body"), name, *args))
-    for node, given in zip([*args, region], [*placeholders, None], strict=True):
-        node.meta["val"] = None if given is None else given.meta["val"]
-    graph.output((region,))
-    return torch.fx.GraphModule({"body": gm}, graph)
-
-
-def test_a_pair_in_a_nested_graph_is_refused():
-    forward, _ = split(checkpointed(noisy), (4,))
-    with pytest.raises(
-        PassError, match=r"without a state of their own: \['invoke_subgraph.rand_like"
-    ):
-        rewrite(body_of(forward, "fw"), "forward")
-
-
-def test_what_both_graphs_would_draw_on_their_own_is_refused():
-    graphs = [body_of(fake_cuda_graph(noisy, (4,)), name) for name in ("fw", "bw")]
-    with pytest.raises(
-        CheckpointError,
-        match="the checkpoint or memory budget around invoke_subgraph would draw ot",
-    ):
-        require_drawn_once(*graphs)
 
 
 @pytest.mark.parametrize("nested", [False, True])

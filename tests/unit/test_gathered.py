@@ -1,5 +1,6 @@
 """What FSDP2 gathers: known before its memory is used, and allocated from a pool of its own."""
 
+import contextlib
 import sys
 
 import pytest
@@ -14,7 +15,19 @@ from cgpass.runtime.owner import StorageSet
 PARAM = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_param"]
 GROUP = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_param_group"]
 assert fsdp.fully_shard
-BEGIN = gathered._begin
+ALLOCATING = gathered._allocating
+
+
+def noting(events):
+    @contextlib.contextmanager
+    def block(device):
+        events.append(("begin", device.type))
+        try:
+            yield
+        finally:
+            events.append(("end", device.type))
+
+    return block
 
 
 class Param(PARAM.FSDPParam):
@@ -36,11 +49,7 @@ def gathers(monkeypatch):
     monkeypatch.setattr(gathered, "_gathered", StorageSet())
     events = []
 
-    def begin(device):
-        events.append(("begin", device.type))
-        return lambda: events.append(("end", device.type))
-
-    monkeypatch.setattr(gathered, "_begin", begin)
+    monkeypatch.setattr(gathered, "_allocating", noting(events))
     gathered.give_gathered_a_pool()
     return events
 
@@ -104,75 +113,69 @@ def test_what_died_is_forgotten():
 
 def test_nothing_is_patched_without_fsdp(monkeypatch):
     monkeypatch.delitem(sys.modules, PARAM.__name__)
-    torch_private.around_gathering(lambda device: None, lambda storage: None)
+    torch_private.around_gathering(gathered._allocating, lambda storage: None)
     assert not list(gathered._gathered)
-
-
-class Pool:
-    id = (0, 7)
 
 
 @pytest.fixture
 def told(monkeypatch):
     """What the allocator of a GPU that isn't there is told."""
-    calls = []
-    for name in ("begin_allocating_to_pool", "end_allocating_to_pool", "release_pool"):
-        monkeypatch.setattr(
-            torch_private, name, lambda device, handle, name=name: calls.append((name, device))
-        )
+    events = []
+    monkeypatch.setattr(
+        torch.cuda,
+        "use_mem_pool",
+        lambda pool, device: noting(events)(torch.device("cuda", device)),
+    )
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(gathered, "_has_pools", lambda: True)
-    monkeypatch.setattr(gathered, "_pool", lambda device: Pool)
-    return calls
+    monkeypatch.setattr(gathered, "_pool", lambda device: None)
+    return events
 
 
 CUDA = torch.device("cuda", 1)
+TOLD = [("begin", "cuda"), ("end", "cuda")]
 
 
 def test_a_device_is_told_of_the_pool_once_at_a_time(told):
-    end = BEGIN(CUDA)
-    assert BEGIN(CUDA) is None  # another thread, or a function that is patched twice
-    end()
-    assert told == [
-        ("begin_allocating_to_pool", 1),
-        ("end_allocating_to_pool", 1),
-        ("release_pool", 1),
-    ]
-    BEGIN(CUDA)()
-    assert len(told) == 6
+    with ALLOCATING(CUDA), ALLOCATING(CUDA):  # another thread, or a function that is patched twice
+        assert told == TOLD[:1]
+    assert told == TOLD
+    with ALLOCATING(CUDA):
+        pass
+    assert told == TOLD * 2
 
 
-def test_there_is_no_pool_on_cpu_in_captures_or_for_other_allocators(told, monkeypatch):
-    assert BEGIN(torch.device("cpu")) is None
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert BEGIN(CUDA) is None
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(gathered, "_has_pools", lambda: False)
-    assert BEGIN(CUDA) is None
-    assert told == []
+@pytest.mark.parametrize("why", ["on CPU", "captured", "another allocator"])
+def test_there_is_no_pool_on_cpu_in_captures_or_for_other_allocators(told, monkeypatch, why):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: why == "captured")
+    monkeypatch.setattr(gathered, "_has_pools", lambda: why != "another allocator")
+    with ALLOCATING(torch.device("cpu") if why == "on CPU" else CUDA):
+        assert told == []
+
+
+def fails_with(error):
+    def fail(device):
+        raise error
+
+    return fail
 
 
 def test_where_torch_refuses_a_pool_there_is_none_and_a_warning_says_so_once(
     told, monkeypatch, caplog
 ):
-    def refuses(device):
-        raise RuntimeError("no pool\nmore")
-
-    monkeypatch.setattr(gathered, "_pool", refuses)
-    with caplog.at_level("WARNING", "cgpass"):
-        assert [BEGIN(CUDA), BEGIN(CUDA)] == [None, None]
+    with monkeypatch.context() as patch, caplog.at_level("WARNING", "cgpass"):
+        patch.setattr(gathered, "_pool", fails_with(RuntimeError("no pool\nmore")))
+        for _ in range(2):
+            with ALLOCATING(CUDA):
+                assert told == []
     (record,) = caplog.records
     assert "since torch gives it no memory pool of its own (no pool): layers may" in record.message
-
-
-def test_what_interrupts_it_leaves_nothing_locked(told, monkeypatch):
-    def stops(device):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(gathered, "_pool", stops)
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            BEGIN(CUDA)
+    with monkeypatch.context() as patch:
+        patch.setattr(gathered, "_pool", fails_with(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt), ALLOCATING(CUDA):
+            pass
+    with ALLOCATING(CUDA):
+        assert told == TOLD[:1]
 
 
 def test_the_pool_is_given_back_once_nothing_lies_in_it(monkeypatch):

@@ -7,14 +7,13 @@ from cgpass.compile.facts.inputs import input_infos, seed_positions
 from tests.graphs import FakeCudaGenerator, dynamic, fake_cuda_graph, node_named
 
 
-def kinds(gm, **kwargs):
-    kwargs.setdefault("static", ())
-    return [info.kind for info in input_infos(gm, **kwargs)]
+def kinds(gm, **known):
+    return [info.kind for info in input_infos(gm, known)]
 
 
 def test_tensors_are_static_pooled_or_copied():
     gm = fake_cuda_graph(lambda a, b, c: a + b + c, (3,), (3,), (3,))
-    assert kinds(gm, static={0}, pooled={"b_1"}) == [
+    assert kinds(gm, a_1=InputKind.STATIC, b_1=InputKind.POOLED) == [
         InputKind.STATIC,
         InputKind.POOLED,
         InputKind.COPIED,
@@ -40,14 +39,14 @@ def test_mutated_inputs_are_found_through_views():
         return x + y
 
     gm = fake_cuda_graph(fn, (3,), (3,))
-    assert [info.mutated for info in input_infos(gm, static=())] == [True, False]
+    assert [info.mutated for info in input_infos(gm)] == [True, False]
 
 
 def test_sizes_that_no_integer_tells():
     gm = fake_cuda_graph(lambda a, x, m, n: (a + 1, x.sin()), (5,), dynamic(3, 5), (1,), (1,))
 
     def resized():
-        return [info.is_resized for info in input_infos(gm, static=())]
+        return [info.is_resized for info in input_infos(gm)]
 
     sizes = node_named(gm, "x_1").meta["val"].shape
     assert resized() == [False, True, False, False]
@@ -62,7 +61,7 @@ def test_line_is_the_first_users():
     trace = '  File "/home/me/model.py", line 41, in forward\n    y = x.sin()\n'
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default):
         node.meta["stack_trace"] = trace
-    assert input_infos(gm, static=()) == (
+    assert input_infos(gm) == (
         InputInfo("x_1", InputKind.COPIED, "model.py:41 in forward: y = x.sin()"),
         InputInfo("y_1", InputKind.COPIED),
     )
@@ -73,7 +72,7 @@ def test_inputs_read_by_storage_are_found_through_views():
         return x.view(-1).as_strided((2,), (1,), 3), y.as_strided_scatter(z, (2,), (1,), 1)
 
     gm = fake_cuda_graph(fn, (2, 3), (6,), (2,))
-    assert [info.whole_storage for info in input_infos(gm, static=())] == [True, True, False]
+    assert [info.whole_storage for info in input_infos(gm)] == [True, True, False]
 
 
 def test_seeds_of_attention_are_found():
@@ -85,5 +84,5 @@ def test_seeds_of_attention_are_found():
         return grads[0]
 
     gm = fake_cuda_graph(fn, (1, 2, 4, 8), (), ())
-    assert [info.is_seed for info in input_infos(gm, static=())] == [False, True, True]
+    assert [info.is_seed for info in input_infos(gm)] == [False, True, True]
     assert seed_positions(gm) == (1, 2)

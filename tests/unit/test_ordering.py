@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgpass.compile.passes.ordering import (
+from cgpass.compile.passes.partition import (
     OrderingProblem,
     count_switches,
     find_order,

@@ -15,7 +15,7 @@ from cgpass import torch_private
 from cgpass.compile.facts.partition_tag import get_tag
 from cgpass.compile.passes import graph_passes
 from cgpass.compile.passes.base import PassContext, run_passes
-from cgpass.compile.passes.split_joint import split_joint
+from cgpass.compile.passes.rng_pairs import split_joint
 from cgpass.options import Options
 from tests.graphs import CUDA, joint_graph
 

@@ -87,14 +87,6 @@ def test_of_blocks_within_blocks_the_innermost_is_told_of(terminal):
     assert terminal.is_clean()
 
 
-def test_what_is_quick_is_not_told_of(terminal, monkeypatch):
-    monkeypatch.setattr(progress, "DELAY_S", 60)
-    with progress.shown("compiling f", "auto"):
-        pass
-    terminal.read()
-    assert terminal.seen == ""
-
-
 def test_a_long_text_stays_one_line(terminal):
     with progress.shown("x" * 500, "auto"):
         assert len(terminal.wait_for("xxx")) == WIDTH - 1

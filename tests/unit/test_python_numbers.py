@@ -107,4 +107,4 @@ def test_a_number_that_is_saved_for_a_backward_is_computed_on_the_host_and_nobod
         x = torch.ones(3, device=CUDA).requires_grad_()
         for number in (0.1, 0.2):
             made(x, number)
-    assert plans == [["_to_copy_default", "eager_0", "captured_1"]]
+    assert plans == [["_to_copy_default", "captured_0", "eager_1"]]

@@ -56,7 +56,7 @@ def make(fn, *inputs, static=(), mutated=(), **settings):
     for i, placeholder in placeholders.items():
         placeholder.copy_from(inputs[i])
     graph, outputs = SimulatedDriver().record(lambda args: fn(*args), staged, opaque=False)
-    recording = Recording(graph, outputs, staged, placeholders, mutated=mutated, **settings)
+    recording = Recording(graph, outputs, staged, placeholders, frozenset(mutated), **settings)
     del outputs
     recording.seal()
     return recording
@@ -99,5 +99,7 @@ def test_a_view_of_an_input_keeps_its_type_and_place():
     for view in (pairs, real, part, wide):
         view.fill_(0)
     assert (x.sum().item(), base[4:8].sum().item()) == (2j, 0)
+    before, recording.replay = x.clone(), lambda: pytest.fail("it would write")
     with pytest.raises(RuntimeError, match=r"torch.float64: .* must be divisible by 8, but is 20"):
         recording.run([x, base[5:9]])
+    assert torch.equal(x, before)

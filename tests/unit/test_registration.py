@@ -19,7 +19,6 @@ from tests.graphs import CUDA, fake_cuda_graph
 
 NAME = registration.NAME
 EXPANDABLE = "garbage_collection_threshold:0.8, expandable_segments:True"
-nccl_communicates = torch_private.nccl_communicates
 functional = torch.ops._c10d_functional
 needs_distributed = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="no torch.distributed"
@@ -32,7 +31,6 @@ def environment(monkeypatch):
         monkeypatch.setenv(name, "")  # to be put back, whoever sets it
         monkeypatch.delenv(name)
     monkeypatch.setattr(torch_private, "uses_expandable_segments", lambda: None)
-    monkeypatch.setattr(torch_private, "nccl_communicates", lambda: False)
     return monkeypatch
 
 
@@ -46,13 +44,13 @@ def test_settings_of_the_allocator_are_read(environment, name, value, asked):
     assert registration.asks_for_expandable_segments() is asked
 
 
-def test_before_the_first_communicator_nccl_is_told_to_register_nothing(environment):
+@pytest.mark.parametrize("now", [True, False])
+def test_the_allocators_own_word_counts_where_it_has_one(environment, now):
+    assert collectives.may_be_captured(CUDA)
+    environment.setattr(torch_private, "uses_expandable_segments", lambda: now)
     environment.setenv("PYTORCH_CUDA_ALLOC_CONF", EXPANDABLE)
     assert collectives.may_be_captured(torch.device("cpu"))
-    assert NAME not in os.environ
-    assert collectives.may_be_captured(CUDA)
-    assert os.environ[NAME] == "0"
-    assert collectives.may_be_captured(CUDA)
+    assert collectives.may_be_captured(CUDA) is not now
 
 
 @pytest.mark.parametrize(("value", "safe"), [("0", True), ("1", False), ("no", False)])
@@ -90,7 +88,7 @@ def communicating(x):
 @pytest.mark.parametrize("safe", [True, False])
 def test_collectives_run_between_graphs_where_they_may_not_be_captured(environment, safe):
     environment.setenv("PYTORCH_ALLOC_CONF", EXPANDABLE)
-    environment.setattr(torch_private, "nccl_communicates", lambda: not safe)
+    environment.setenv(NAME, "0" if safe else "1")
     gm = fake_cuda_graph(communicating, (4,))
     passes = passes_for(gm, Options(), Target(CUDA, records=True))
     run_passes(passes, gm, PassContext(CUDA, "graph", "forward"))
@@ -104,31 +102,3 @@ def test_collectives_run_between_graphs_where_they_may_not_be_captured(environme
             "lie in expandable segments: that corrupts memory [expandable_segments]; set NCCL_GRAPH_REGISTER=0 in the "
             "environment, or import cgpass before the first process group is made; or leave expandable_segments off"
         )
-
-
-@needs_distributed
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("has_one", [False, True])
-def test_communicators_are_found_in_any_group(has_one, wrapped):
-    distributed_c10d = torch.distributed.distributed_c10d
-
-    class Backend:
-        def _is_initialized(self):
-            return has_one
-
-    class Group:
-        def __init__(self, backend):
-            self.backend = backend
-
-        def _get_backend(self, device):
-            if self.backend is None:
-                raise RuntimeError("No backend type associated with device type cuda")
-            return self.backend
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-        patch.setattr(distributed_c10d, "ProcessGroupNCCL", Backend, raising=False)
-        backend = types.SimpleNamespace(wrapped_pg=Backend()) if wrapped else Backend()
-        groups = {Group(None): None, Group(object()): None, Group(backend): None}
-        patch.setattr(type(distributed_c10d._world), "pg_map", groups)
-        assert nccl_communicates() is has_one

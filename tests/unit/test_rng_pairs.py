@@ -9,8 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cgpass
 from cgpass import torch_private
-from cgpass.compile.facts.rng_pairs import PAIR
-from cgpass.compile.passes.split_joint import split_joint
+from cgpass.compile.passes.rng_pairs import PAIR, split_joint
 from tests.graphs import CUDA, calls, joint_graph
 
 aten = torch.ops.aten

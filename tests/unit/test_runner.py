@@ -255,21 +255,21 @@ def test_a_recording_that_went_while_another_one_was_moved_is_left_alone():
     assert [t.tolist() for t in held] == [[3, 3], [3, 3], [4, 4], [4, 4]]
 
 
-def test_what_is_too_large_to_be_copied_call_after_call_is_named_once(caplog):
+def test_what_is_too_large_to_be_copied_is_named_once_and_no_warm_up_for_ever(caplog):
     def warned(run, calls):
         caplog.clear()
         for args in calls:
             run.run(list(args))
         return warnings(caplog)
 
-    limit = "(max_copied_mib=0): such calls run without a graph."
+    limit, said = "(max_copied_mib=0).", "3 calls came that were never recorded, since"
+    said = f"forward captured_0: calls like this one run without a graph: {said}"
     w, moving = X.clone(), X.clone()
     saved = runner(lambda s, w: [s * w], POOLED, STATIC, max_copied_mib=0)
     assert warned(saved, [(X.clone(), w) for _ in range(5)]) == [
         (
-            "forward captured_0: x0 (float32[2], read at model.py:0 in forward: code) lie at a new place in every call, and "
-            f"are too large to be copied {limit} Leave saved tensors where they lie (hooks and offloading move them), or "
-            "raise max_copied_mib."
+            f"{said} x0 (float32[2], read at model.py:0 in forward: code) lie at a new place in each, and are too large to be "
+            f"copied {limit} Leave saved tensors where they lie (hooks and offloading move them), or raise max_copied_mib."
         )
     ]
     kept = [moving.data]
@@ -282,13 +282,14 @@ def test_what_is_too_large_to_be_copied_call_after_call_is_named_once(caplog):
 
     static = runner(lambda x, w: [x * w], COPIED, STATIC, max_copied_mib=0)
     static.run([X, moving])
+    static.run([X, moving])
     assert warned(static, moved()) == [
         (
-            "forward captured_0: x1 (float32[2], read at model.py:1 in forward: code) lie at a new place in every call, and "
-            f"are too large to be copied {limit} Write new values into parameters and buffers (copy_, load_state_dict "
-            "without assign=True) instead of replacing them."
+            f"{said} x1 (float32[2], read at model.py:1 in forward: code) lie at a new place in each, and are too large to be "
+            f"copied {limit} Write into it in place (copy_) instead of replacing it."
         )
     ]
+    assert (counts(saved), counts(static)) == ((2, 0, 0, 3), (3, 1, 1, 3))
 
 
 @pytest.mark.parametrize("moves", [{10: 1, 20: 2}, {10: 1, 11: 2}, {10: 1, 11: 0, 20: 2}])
@@ -322,3 +323,18 @@ def test_what_shares_memory_with_what_is_written_says_that_and_not_a_size(caplog
     (record,) = caplog.records
     assert "can't be copied, since an input that is written shares memory" in record.getMessage()
     assert "max_copied_mib" not in record.getMessage()
+
+
+def test_pending_calls_are_counted_for_each_set_of_storages_at_one_place():
+    """FSDP2 gathers layer after layer in one place, and all forwards come before their backwards."""
+    memory = np.ones(2, np.float32)
+    run = scaled(max_pending_calls=1)
+    layers = [torch.from_numpy(memory) for _ in range(3)]
+    for w in layers * 2:
+        call(run, X, w, 2)
+    run.visible, run.read = frozenset(), frozenset({0})
+    run.forget_recordings()
+    held = [run.run([X, w, 2])[0] for w in layers]
+    assert run.stats.plain_calls == 0
+    assert [r.slot for r in run.table.all()] == [0, 0, 0]
+    assert [t.tolist() for (t,) in held] == [[2.0, 2.0]] * 3

@@ -37,6 +37,6 @@ def test_memory_of_one_partition_for_all(monkeypatch):
     assert all(torch.equal(a, b) for a, b in held)
     copying = [r for r in made if len(r.copied_inputs) == 2]
     assert len(copying) >= 4
-    places = {p.target.data_ptr() for r in copying for p in r._placeholders.values()}
+    places = {p.target.data_ptr() for r in copying for p in r.placeholders.values()}
     assert len(places) == 2
     torch.compiler.reset()

@@ -50,9 +50,9 @@ def test_precisions_of_kernels_belong_to_it_however_they_are_set():
 
 def test_describe_names_and_lines():
     some = [InputInfo("w", STATIC, "model.py:3 in forward: w"), InputInfo("b", STATIC)]
-    assert describe(some) == "w (read at model.py:3 in forward: w), b"
+    assert describe(some, range(2)) == "w (read at model.py:3 in forward: w), b"
     many = [InputInfo(f"p{i}", STATIC) for i in range(8)]
-    assert describe(many) == "p0, p1, p2, p3, p4, and 3 more"
+    assert describe(many, range(8)) == "p0, p1, p2, p3, p4, and 3 more"
 
 
 def test_kinds_inferred_from_values():

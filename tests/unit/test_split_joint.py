@@ -10,7 +10,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from cgpass.compile.passes.split_joint import split_joint
+from cgpass.compile.passes.rng_pairs import split_joint
 from tests.graphs import Joint, Spec, calls, joint_graph
 
 aten = torch.ops.aten

@@ -27,7 +27,8 @@ def seen(name, *tensors):
 
 
 def sizes(table):
-    return len(table._seen), len(table._unrecorded)
+    recorded = sum(bool(each.recordings) for each in table._seen.values())
+    return len(table._seen), len(table._seen) - recorded
 
 
 def test_recordings_are_found_by_keys_and_by_where_values_lie():
@@ -37,9 +38,12 @@ def test_recordings_are_found_by_keys_and_by_where_values_lie():
     assert table.remember(seen("a")) is known, "what was learnt stays known to its recordings"
     assert table.add(known, b"1", one) is table.recordings(("a",), b"", b"1")
     table.add(known, b"2", two)
-    assert table.all() == known.all() == [one, two]
-    assert (table.recorded_shape(), table.newest) == (("a",), (("a",), b""))
-    assert (table.drop(lambda r: r is one), known.recordings) == ([one], {b"2": [two]})
+    assert table.all() == [one, two]
+    newer = table.remember(seen("b"))
+    assert table.newest() == newer.key
+    assert table.newest(lambda each: each.recordings) == known.key
+    dropped = table.drop(lambda each, r: each is known and r is one)
+    assert (dropped, known.recordings, known.cause[0]) == ([one], {b"2": [two]}, "anew")
     assert table.clear() == [two]
     assert table.get(known.key) is None
 
@@ -72,11 +76,14 @@ def test_nothing_grows_over_5000_shapes():
     """Keys are forgotten with their storages, and the least recently used first."""
     table = RecordingTable(64)
     table.add(table.remember(seen("recorded")), b"", Recorded())
-    for n in (*range(4096), 0, "new"):
+    most = 0
+    for n in (*range(4096), 0, *range(4096, 20000)):
         table.remember(seen(n))
-    found = {name: table.get(((name,), b"")) is not None for name in ("recorded", 0, 1, 2, "new")}
-    assert found == {"recorded": True, 0: True, 1: False, 2: True, "new": True}
-    assert sizes(table) == (4097, 4096)
+        most = max(most, len(table._seen))
+        assert n != 5000 or table.get(((0,), b"")), "it was seen not long ago"
+    found = {name: table.get(((name,), b"")) is not None for name in ("recorded", 1, 19999)}
+    assert found == {"recorded": True, 1: False, 19999: True}
+    assert most <= 64 + 2 * 4097
     table = RecordingTable(64)
     for n in range(5000):  # each with a tensor that dies
         table.remember(seen(n, torch.ones(2)))

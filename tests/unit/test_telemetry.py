@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from cgpass import telemetry
-from cgpass.telemetry.reason import Reason
+from cgpass.telemetry.reason import CallReasons, Reason
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, counted
 
 
@@ -52,15 +52,20 @@ def test_a_function_that_was_compiled_again_is_listed_once(registry):
     assert (counters["graphs"], counters["partitions_captured"]) == (3, 1)
 
 
-def test_summaries_list_what_was_compiled_or_called_since_they_began(registry):
-    run = telemetry.GraphRun(telemetry.Tally(calls=3), {}, lambda: None)
-    for direction in ("forward", "backward"):
-        telemetry.add_run(telemetry.add_graph(GraphSummary(direction, ())), run)
+def test_a_moment_keeps_what_was_counted_until_then(registry):
+    stats, reasons = telemetry.CallStats(calls=3), CallReasons()
+    run = telemetry.GraphRun(
+        telemetry.CallStats(calls=3),
+        {"a": telemetry.PartitionRun(stats, [], reasons)},
+        lambda: None,
+    )
+    telemetry.add_run(telemetry.add_graph(GraphSummary("forward", ())), run)
     telemetry.begin_summary()
-    telemetry.add_graph(GraphSummary("inference", ()))
-    assert [graph.direction for graph, _ in telemetry.summarised()] == ["inference"]
     run.tally.calls += 1
-    assert len(telemetry.summarised()) == 3
+    stats.calls += 1
+    began = telemetry.summary_began()
+    assert (began.calls, began.counters["graphs"]) == ({0: 3}, 1)
+    assert began.parts[0, "a"][0]["calls"] == 3
 
 
 def test_a_graph_says_where_the_function_begins():

@@ -181,9 +181,9 @@ def test_an_input_that_gets_no_placeholder_is_our_failure_not_the_users(caplog, 
     (message,) = said
     line = long_enough.__code__.co_firstlineno + 1
     assert message == (
-        f"inference captured_0 of test_bad_input.py:{line} in long_enough: calls like this one can't be recorded, and run "
-        "without a graph from now on: StagingError: x can't be given memory of fixed address (RuntimeError: no such "
-        "memory). Pass it as a dense tensor to have the partition captured."
+        f"inference captured_0 of test_bad_input.py:{line} in long_enough: calls like this one run without a "
+        "graph: StagingError: x can't be given memory of fixed address (RuntimeError: no such memory). Pass the input as a "
+        "dense tensor."
     )
     assert (counters["skips"], counters["partitions_captured"]) == (0, 1)
 

@@ -9,9 +9,9 @@ import torch
 
 from cgpass.runtime import fast
 from cgpass.runtime import recording as recording_module
-from cgpass.runtime.inputs import CopyIn, Layout
+from cgpass.runtime.inputs import Layout
 from cgpass.runtime.outputs import OutputMemory
-from cgpass.runtime.owner import LiveOutputs, Owner
+from cgpass.runtime.owner import Owner, Slot
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.simulated import SimulatedDriver, SimulatedGraph
 from tests.usage import programs
@@ -31,7 +31,7 @@ SIMULATED = Setting(torch.device("cpu"), "simulated")
 
 def no_input_copy(patch):
     """Inputs are read where the recording's call had them."""
-    patch.setattr(CopyIn, "copy_from", lambda self, args: None)
+    patch.setattr(recording_module, "copy_in", lambda copies, args: None)
 
 
 def no_rescue(patch):
@@ -81,7 +81,7 @@ def released_blocks_forgotten(patch):
 
 def always_safe(patch):
     """Nothing that is held is asked for."""
-    patch.setattr(LiveOutputs, "is_safe", lambda self, recording: True)
+    patch.setattr(Slot, "is_safe", lambda self, recording: True)
 
 
 def no_address_check(patch):
@@ -153,7 +153,7 @@ def order_of_birth_ignored(patch):
             for other in others
         )
 
-    patch.setattr(LiveOutputs, "is_safe", is_safe)
+    patch.setattr(Slot, "is_safe", is_safe)
 
 
 def wrong_alias(patch):

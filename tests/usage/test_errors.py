@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import cgpass
-from cgpass.errors import DoubleBackwardError
 from cgpass.runtime import owner as owners
 from tests.usage.programs import MLP, assert_steady
 from tests.usage.test_failures import is_recording, warned
@@ -347,7 +346,7 @@ def test_a_second_derivative_is_refused_and_training_goes_on(setting):
             out = call(x).square().sum()
             (grad,) = torch.autograd.grad(out, x, create_graph=True)
             values.append(grad.detach().clone())
-            with pytest.raises(DoubleBackwardError, match="does not support double backward"):
+            with pytest.raises(RuntimeError, match="double backward"):
                 grad.square().sum().backward()
             call(x).sum().backward()
             values += [p.grad.clone() for p in module.parameters()]

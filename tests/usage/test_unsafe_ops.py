@@ -10,10 +10,6 @@ from tests.usage import programs
 LIB = torch.library.Library("unsafe_ops_tests", "FRAGMENT")
 LIB.define("composite(Tensor x) -> Tensor")
 LIB.impl("composite", lambda x: (x * 2).sin(), "CompositeImplicitAutograd")
-LIB.define("outer(Tensor x) -> Tensor")
-LIB.impl(
-    "outer", lambda x: torch.ops.unsafe_ops_tests.composite(x) + 1, "CompositeImplicitAutograd"
-)
 ops = torch.ops.unsafe_ops_tests
 
 CALLS = {
@@ -52,19 +48,15 @@ def before_and_after(op):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_a_named_operator_is_traced_as_runs_between_graphs(way, name, caplog):
+def test_what_a_named_operator_is_traced_as_runs_between_graphs(way, name):
     before = telemetry.counters()["graphs"]
-    with caplog.at_level("WARNING", "cgpass"):
-        way.compare(
-            before_and_after(CALLS[name]), unsafe_ops=(name,), min_partition_ops=1, on_skip="warn"
-        )
+    way.compare(before_and_after(CALLS[name]), unsafe_ops=(name,), min_partition_ops=1)
     graphs = [g for g in telemetry.graphs(before) if g.partitions and g.direction != "backward"]
     assert graphs
     for graph in graphs:
         eager = [p for p in graph.partitions if not p.captured]
         assert eager, str(graph)
         assert all(f"{name}" in reason for p in eager for reason in p.lines), str(graph)
-    assert not [r for r in caplog.records if "of which no call is seen" in r.getMessage()]
 
 
 def test_with_inductor_too():
@@ -84,27 +76,4 @@ def test_with_inductor_too():
             call(torch.ones(4))
     assert (counters["partitions_captured"], counters["partitions_eager"]) == (2, 1)
     assert (counters["recordings"], counters["replays"]) == (2, 4)
-    torch.compiler.reset()
-
-
-def test_a_name_that_leaves_no_trace_is_warned_of_once(caplog):
-    torch.compiler.reset()
-    with caplog.at_level("WARNING", "cgpass"):
-        call = torch.compile(
-            lambda x: ops.outer(x.sin() + 1).cos().exp(),
-            backend="cgpass",
-            options={
-                "driver": "simulated",
-                "compiler": "eager",
-                "unsafe_ops": ("unsafe_ops_tests::composite", "aten::tan"),
-            },
-        )
-        for _ in range(3):
-            call(torch.ones(4))
-    (message,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert message == (
-        "unsafe_ops names unsafe_ops_tests::composite, of which no call is seen in the inference graph: torch traces it "
-        "as the operators that it consists of. Where another operator calls it, name that one, or those that it "
-        "consists of"
-    )
     torch.compiler.reset()

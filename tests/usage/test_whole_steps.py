@@ -893,7 +893,7 @@ train_step of Training.__init__.<locals>.<lambda>: 10 calls, 9 as a whole, 1 in 
   one graph, recorded 2 times and replayed 7 times: reads 2 parameters and 7 tensors of the optimizer in place, copies 1 input; 18 numbers in its key""",
     )
     (whole,) = step._variants.values()
-    calls = [str(call[0]) for call in whole._runner.table.all()[0]._graph._calls]
+    calls = [str(call[0]) for call in whole._runner.table.all()[0].graph._calls]
     assert_expected_inline(
         " ".join(name.removeprefix("aten.") for name in calls if name.startswith("aten.")),
         """t.default addmm.default pow.Tensor_Scalar mean.default ones_like.default expand.default div.Scalar pow.Tensor_Scalar mul.Scalar mul.Tensor t.default mm.default t.default sum.dim_IntList view.default t.default _foreach_norm.Scalar stack.default linalg_vector_norm.default add.Tensor reciprocal.default mul.Tensor clamp.default _foreach_mul_.Tensor _foreach_add_.Scalar _fused_adamw_.tensor_lr""",

@@ -27,17 +27,17 @@ _PYTHON_OPERATORS = {
 """Python's operators that tracing replaces by other ones of ATen."""
 
 
-_stand_ins: dict[torch._ops.OpOverload, str] = {}
+_untraceable: set[torch._ops.OpOverload] = set()
 
 
-def register_stand_in(op: torch._ops.OpOverload, name: str) -> None:
-    """Let messages call `op`, one of ours that stands in for the user's own, `name`."""
-    _stand_ins[op] = name
+def note_untraceable(op: torch._ops.OpOverload) -> None:
+    """Note that the autograd formula of a custom operator can't be traced. See `compile/formulas.py`."""
+    _untraceable.add(op)
 
 
-def user_name(op: object) -> str | None:
-    """Return what messages call an operator that stands in for the user's own, None for every other one."""
-    return _stand_ins.get(op) if isinstance(op, torch._ops.OpOverload) else None
+def is_untraceable(op: torch._ops.OpOverload) -> bool:
+    """Tell if an operator's formula can't be traced, or it runs such a formula."""
+    return op in _untraceable or op._schema.name == "cgpass::formula"
 
 
 def operator_names(target: object) -> frozenset[str]:

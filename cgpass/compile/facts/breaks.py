@@ -72,7 +72,7 @@ _LENGTH: Final = 160
 
 
 def graph_break_of(gm: fx.GraphModule) -> Reason | None:
-    """Return why Dynamo ended a graph where it did; None if the function ends there, too.
+    """Find out why Dynamo ended a graph where it did; None if the function ends there, too.
 
     Source: torch/_dynamo/output_graph.py, `GraphCompileReason`, set on every graph, 2.11 to 2.15.
     """
@@ -82,12 +82,7 @@ def graph_break_of(gm: fx.GraphModule) -> Reason | None:
     stack = list(getattr(found, "user_stack", None) or ())
     if str(found.reason) == _STEP:
         return _cut_short(stack[-1] if stack else None)
-    newest = _newest()
-    if newest is not None and stack and _is_at(newest.line, stack[-1]):
-        newest.told = True
-    reason = _of_stack(str(found.reason), stack)
-    rest = _left_by_torch(stack)
-    return reason if rest is None else _leaves(reason, rest)
+    return _of_stack(str(found.reason), stack)
 
 
 def untold(
@@ -95,7 +90,7 @@ def untold(
     told: Iterable[str | None],
     places: Iterable[str | None],
 ) -> list[Reason]:
-    """Return graph breaks that no graph tells of: nothing was before them in the function that has them.
+    """List graph breaks that no graph tells of: nothing was before them in the function that has them.
 
     Libraries that run in eager anyway, as what logs or shows progress, have breaks of their own: they are left out.
     `told` are lines that others name, `places` where functions begin that were compiled.
@@ -110,10 +105,14 @@ def untold(
             _INSTALLED.search(frame.filename) is None or os.path.basename(frame.filename) in files
             for frame in users
         )
-        if each.told or not each.stack or (rest is None and not any(mine)):
+        if not each.stack or (rest is None and not any(mine)):
             continue
+        mine = any(
+            _is_users(frame)
+            and (not _INSTALLED.search(frame.filename) or os.path.basename(frame.filename) in files)
+            for frame in each.stack
+        )
         reason = _of_stack(each.text, each.stack)
-        reason = reason if rest is None else _leaves(reason, rest)
         found.setdefault((place_of(reason.line), rest), reason)
     known |= {place for place, rest in found if rest is not None}
     return [
@@ -159,15 +158,13 @@ def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
     users = [each for each in stack if _is_users(each)]
     frame = users[-1] if users else last
     reason = reason_of(text, _line(frame))
+    detail, fix, rest = reason.detail, reason.fix, _left_by_torch(stack)
     if frame is not last:
-        inside = f", in {_library_file(last.filename)}:{last.lineno}"
-        is_call = "torch._dynamo.graph_break()" in text
-        return replace(
-            reason, detail=reason.detail + inside, fix=_LEAVE_IT if is_call else reason.fix
-        )
-    if len(users) > 1:
-        return replace(reason, detail=f"{reason.detail}, reached from {_place(users[0])}")
-    return reason
+        detail += f", in {_library_file(last.filename)}:{last.lineno}"
+        fix = _LEAVE_IT if "torch._dynamo.graph_break()" in text else fix
+    elif len(users) > 1:
+        detail += f", reached from {_place(users[0])}"
+    return replace(reason, detail=detail, fix=fix if rest is None else f"{fix}; {_LOOP}", rest=rest)
 
 
 def _is_users(frame: Any) -> bool:
@@ -185,12 +182,8 @@ def _library_file(filename: str) -> str:
     return filename.removeprefix(_PYTHON).replace(os.sep, "/")
 
 
-def _leaves(reason: Reason, rest: str) -> Reason:
-    return replace(reason, fix=f"{reason.fix}; {_LOOP}", rest=rest)
-
-
 def _left_by_torch(stack: Sequence[Any]) -> str | None:
-    """Return which of torch's own modules lies between a graph's function and a break in what it called: it runs in eager.
+    """Name torch's own module between a graph's function and a break in what it called: it runs in eager.
 
     Dynamo compiles functions of users by themselves where those that call them run in eager, but none of torch's.
     """
@@ -205,10 +198,6 @@ def _left_by_torch(stack: Sequence[Any]) -> str | None:
     return None
 
 
-def _is_at(line: Any, frame: Any) -> bool:
-    return line is not None and (line.filename, line.lineno) == (frame.filename, frame.lineno)
-
-
 def _cut_short(frame: Any) -> Reason:
     """Of a graph that ends at a line, since a break further on is in a block that Dynamo can't go on in.
 
@@ -219,18 +208,12 @@ def _cut_short(frame: Any) -> Reason:
         return given_up(text, None, rest)
     place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
     rest = f"the rest of {function_name(frame.name)} from {place} on"
-    found = _newest()
+    mine = threading.get_ident()
+    noted = [each for each in torch_private.graph_breaks() if each.thread == mine]
+    found = noted[-1] if noted else None
     if found is None or found.function != (frame.filename, frame.name):
         return given_up(text, _line(frame), rest)
-    found.told = True
     return given_up(found.text, _line(found.line or frame), rest)
-
-
-def _newest() -> torch_private.GraphBreak | None:
-    """The newest of this thread."""
-    thread = threading.get_ident()
-    noted = reversed(torch_private.graph_breaks())
-    return next((each for each in noted if each.thread == thread), None)
 
 
 def _place(frame: Any) -> str:

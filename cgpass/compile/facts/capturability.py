@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from cgpass import torch_private
 from cgpass.compile.facts import op_tables, values
-from cgpass.compile.facts.ancestry import names_behind, operator_names, user_name
+from cgpass.compile.facts.ancestry import is_untraceable, names_behind, operator_names
 from cgpass.compile.facts.lines import user_line
 from cgpass.telemetry.reason import Reason
 
@@ -57,7 +57,6 @@ class _Query:
     node: fx.Node
     device: torch.device
     unsafe_ops: frozenset[str]
-    gm: fx.GraphModule | None
     collectives: bool
 
     @functools.cached_property
@@ -73,9 +72,6 @@ class _Query:
         return values.tensors(self.node)
 
 
-_MODE_SLICE = 2048
-"""Elements of the longest slice that `mode` handles in one kernel."""
-
 _Found = tuple[str, str] | None
 """A rule's answer: code and detail, None if it has nothing against the node."""
 
@@ -85,25 +81,20 @@ def why_not_capturable(
     device: torch.device,
     *,
     unsafe_ops: frozenset[str] = frozenset(),
-    gm: fx.GraphModule | None = None,
     collectives: bool = True,
 ) -> Reason | None:
     """Return why `node` can't be part of a CUDA graph on `device`, None if it can.
 
-    Placeholders, outputs, `get_attr`, host scalars and arguments are never in the way. `gm` holds the nested graphs that
-    the node refers to; by default the node's own module.
+    Placeholders, outputs, `get_attr`, host scalars and arguments are never in the way.
     """
     if node.target is operator.getitem:
         parent = node.args[0]
         if not isinstance(parent, fx.Node) or parent.op != "call_function":
             return None
-        return why_not_capturable(
-            parent, device, unsafe_ops=unsafe_ops, gm=gm, collectives=collectives
-        )
+        return why_not_capturable(parent, device, unsafe_ops=unsafe_ops, collectives=collectives)
     if is_passive(node):
         return None
-    holder = gm or node.graph.owning_module
-    query = _Query(node, device, unsafe_ops, holder, collectives)
+    query = _Query(node, device, unsafe_ops, collectives)
     for rule in _RULES:
         found = rule(query)
         if found is not None:
@@ -131,8 +122,10 @@ def op_name(node: fx.Node) -> str:
     name = values.hop_name(node)
     if name is not None:
         return name if op is node.target else f"{name}({op})"
+    if str(op) == "cgpass.formula.default":
+        return f"backward of {node.args[0]}"
     if isinstance(op, torch._ops.OpOverload) or node.op != "call_function":
-        return user_name(op) or str(op)
+        return str(op)
     return getattr(op, "__name__", str(op))
 
 
@@ -160,124 +153,56 @@ def _by_kind(query: _Query) -> _Found:
     return "python_call", "it is Python code, which a replay does not run again"
 
 
-def _tagged(query: _Query) -> _Found:
+def _by_operator(query: _Query) -> _Found:
+    """By an operator's tags, its name and the arguments that make it wait."""
     op = query.op
     if not isinstance(op, torch._ops.OpOverload):
         return None
-    if user_name(op) is not None:
+    name, node = _short_name(op), query.node
+    if is_untraceable(op):
         detail = "its autograd formula can't be traced: it may read data on the host"
         return "opaque_autograd", detail
     if torch.Tag.cudagraph_unsafe in op.tags:
         return "cudagraph_unsafe", "the operator is tagged cudagraph_unsafe"
     if torch.Tag.data_dependent_output in op.tags:
         return "host_read", "the host reads a tensor's data and waits for the device"
-    if torch.Tag.dynamic_output_shape in op.tags and _short_name(op) not in op_tables.INDEXING:
-        if values.argument(query.node, "output_size") is None:
-            return "dynamic_shape", "the size of its result depends on the data"
-    return None
-
-
-def _by_name(query: _Query) -> _Found:
-    op = query.op
-    if not isinstance(op, torch._ops.OpOverload):
-        return None
-    name = _short_name(op)
+    if name in op_tables.INDEXING:
+        return _bool_index(node)
+    if torch.Tag.dynamic_output_shape in op.tags and values.argument(node, "output_size") is None:
+        return "dynamic_shape", "the size of its result depends on the data"
     if name == "_assert_scalar":
         return "host_only", "it checks a number on the host, and makes no tensor"
     if op.namespace in op_tables.HOST_NAMESPACES or name in op_tables.HOST_STATE:
         return "host_state", "it changes what the host knows, which a replay does not do again"
     if name in op_tables.SYNCS or str(op) in op_tables.SYNCS:
         return "host_sync", "its implementation waits for the device or copies to the host"
-    detail = _ARGUMENTS_THAT_SYNC.get(name, lambda _: None)(query.node)
+    detail = _why_it_waits(node, name)
     return None if detail is None else ("host_sync", detail)
 
 
-def _tensor(node: fx.Node, argument: str) -> torch.Tensor | None:
-    value = values.argument(node, argument)
-    found = value.meta.get("val") if isinstance(value, fx.Node) else None
-    return found if isinstance(found, torch.Tensor) else None
-
-
-def _histc(node: fx.Node) -> str | None:
-    if values.argument(node, "min") == values.argument(node, "max"):
+def _why_it_waits(node: fx.Node, name: str) -> str | None:
+    """Tell why an operator waits for the device with these arguments, if it does."""
+    if name == "histc" and values.argument(node, "min") == values.argument(node, "max"):
         return "without a range it reads the smallest and largest value on the host"
-    return None
-
-
-def _grouped_mm(node: fx.Node) -> str | None:
-    if any(t.dtype != torch.bfloat16 for t in values.tensors(node)):
+    if name == "_grouped_mm" and any(t.dtype != torch.bfloat16 for t in values.tensors(node)):
         return "it reads the group offsets on the host unless the type is bfloat16"
+    given, why = op_tables.SYNCS_IF_GIVEN.get(name, ("", ""))
+    if given and values.argument(node, given):
+        return why
+    for argument in op_tables.READ_ON_THE_HOST.get(name, ()):
+        value = values.argument(node, argument)
+        if isinstance(value, fx.Node) and any(
+            t.device.type != "cpu" for t in values.tensors(value)
+        ):
+            return f"it reads {argument} on the host"
     return None
 
 
-def _mode(node: fx.Node) -> str | None:
-    x, dim = _tensor(node, "self"), values.argument(node, "dim")
-    if x is None or x.dim() == 0 or not isinstance(dim, int):
-        return None
-    size = x.size(dim)
-    if isinstance(size, int) and size > _MODE_SLICE:
-        return f"it counts slices of more than {_MODE_SLICE} elements on the host"
-    return None
-
-
-def _isin(node: fx.Node) -> str | None:
-    elements, tests = _tensor(node, "elements"), _tensor(node, "test_elements")
-    if elements is None or tests is None or values.argument(node, "assume_unique"):
-        return None
-    sizes = elements.numel(), tests.numel()
-    if all(isinstance(n, int) for n in sizes) and sizes[1] >= 10 * sizes[0] ** 0.145:
-        return "it looks for many elements by making them unique, whose number the host reads"
-    return None
-
-
-def _given(argument: str, detail: str) -> Callable[[fx.Node], str | None]:
-    return lambda node: detail if values.argument(node, argument) else None
-
-
-def _reads(*arguments: str) -> Callable[[fx.Node], str | None]:
-    def rule(node: fx.Node) -> str | None:
-        for argument in arguments:
-            tensor = _tensor(node, argument)
-            if tensor is not None and tensor.device.type != "cpu":
-                return f"it reads {argument} on the host"
-        return None
-
-    return rule
-
-
-_CHECKS = _given("check_errors", "with check_errors it reads on the host what failed")
-_ARGUMENTS_THAT_SYNC: dict[str, Callable[[fx.Node], str | None]] = {
-    "histc": _histc,
-    "_grouped_mm": _grouped_mm,
-    "searchsorted": _given("sorter", "it checks the sorter on the host"),
-    "linalg_cholesky_ex": _CHECKS,
-    "linalg_inv_ex": _CHECKS,
-    "linalg_lu_factor_ex": _CHECKS,
-    "_linalg_solve_ex": _CHECKS,
-    "mode": _mode,
-    "isin": _isin,
-    "masked_fill": _reads("value"),
-    "masked_fill_": _reads("value"),
-    "index_fill": _reads("value"),
-    "index_fill_": _reads("value"),
-    "linspace": _reads("start", "end"),
-    "logspace": _reads("start", "end"),
-}
-"""Operators that wait for the device with some arguments and not with others.
-
-Source: calls and captures of each on an H200 with torch 2.11; ATen's implementations, 2.11 to 2.15.
-"""
-
-
-def _bool_index(query: _Query) -> _Found:
-    op = query.op
-    if not isinstance(op, torch._ops.OpOverload) or _short_name(op) not in op_tables.INDEXING:
-        return None
-    for index in tree_leaves(values.argument(query.node, "indices")):
-        if isinstance(index, fx.Node):
-            for tensor in values.tensors(index):
-                if tensor.dtype in (torch.bool, torch.uint8):
-                    return "bool_index", f"an index of type {_dtype(tensor)} is a hidden nonzero()"
+def _bool_index(node: fx.Node) -> _Found:
+    for index in tree_leaves(values.argument(node, "indices")):
+        for tensor in values.tensors(index) if isinstance(index, fx.Node) else ():
+            if tensor.dtype in (torch.bool, torch.uint8):
+                return "bool_index", f"an index of type {_dtype(tensor)} is a hidden nonzero()"
     return None
 
 
@@ -300,7 +225,7 @@ def _higher_order(query: _Query) -> _Found:
 
 
 def _nested_graph(query: _Query) -> _Found:
-    bodies = values.bodies(query.node, query.gm)
+    bodies = values.bodies(query.node)
     if not bodies:
         return "nested_graph", "its nested graph was not found"
     for body in bodies:
@@ -309,7 +234,6 @@ def _nested_graph(query: _Query) -> _Found:
                 inner,
                 query.device,
                 unsafe_ops=query.unsafe_ops,
-                gm=body,
                 collectives=query.collectives,
             )
             if reason is not None:
@@ -398,9 +322,7 @@ def _last_of_all(query: _Query) -> _Found:
 _RULES: tuple[Callable[[_Query], _Found], ...] = (
     _listed_by_user,
     _by_kind,
-    _tagged,
-    _by_name,
-    _bool_index,
+    _by_operator,
     _effects,
     _higher_order,
     _devices,

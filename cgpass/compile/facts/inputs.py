@@ -1,6 +1,7 @@
 """Tells static inputs of a graph, values in the pool, and those that are new in every call."""
 
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -21,17 +22,13 @@ _READ_SEEDS = frozenset(
 
 def input_infos(
     gm: fx.GraphModule,
-    *,
-    static: Collection[int],
-    pooled: Collection[str] = (),
-    names: Mapping[str, str] | None = None,
+    kinds: Mapping[str, InputKind] = MappingProxyType({}),
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[InputInfo, ...]:
     """Return one `InputInfo` a placeholder of `gm`, in order.
 
-    `static` are positions of those that keep their address, `pooled` names of those that a captured partition made,
-    `names` what the user calls them.
+    `kinds` are those of tensors, by the placeholder's name; others are copied. `names` are what the user calls them.
     """
-    known = names or {}
     placeholders = gm.graph.find_nodes(op="placeholder")
     # Another placeholder that aliases a written one is none: each has a copy of its own, and only one has the new value.
     written = {_base(arg) for node in gm.graph.nodes for arg in values.mutated_inputs(node)}
@@ -40,8 +37,8 @@ def input_infos(
     resized = _resized_placeholders(placeholders)
     return tuple(
         InputInfo(
-            name=known.get(node.name, node.name),
-            kind=_kind(node, is_static=index in static, is_pooled=node.name in pooled),
+            name=names.get(node.name, node.name),
+            kind=_kind(node, kinds),
             line=next(filter(None, map(user_line, node.users)), None),
             mutated=node in written,
             is_seed=index in seeds,
@@ -64,7 +61,7 @@ def seed_positions(gm: fx.GraphModule) -> tuple[int, ...]:
     return tuple(i for i, node in enumerate(placeholders) if node in read)
 
 
-def _kind(node: fx.Node, *, is_static: bool, is_pooled: bool) -> InputKind:
+def _kind(node: fx.Node, kinds: Mapping[str, InputKind]) -> InputKind:
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt) or type(value) is int:
         return InputKind.SYMINT
@@ -72,9 +69,7 @@ def _kind(node: fx.Node, *, is_static: bool, is_pooled: bool) -> InputKind:
         return InputKind.GENERATOR
     if not isinstance(value, torch.Tensor):
         return InputKind.OPAQUE
-    if is_static:
-        return InputKind.STATIC
-    return InputKind.POOLED if is_pooled else InputKind.COPIED
+    return kinds.get(node.name, InputKind.COPIED)
 
 
 def _strided_placeholders(gm: fx.GraphModule) -> frozenset[fx.Node]:

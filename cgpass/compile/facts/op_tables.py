@@ -51,6 +51,26 @@ SYNCS = frozenset(
 )
 """Operators without a telling tag that synchronise, by name or by `aten.name.overload`."""
 
+_CHECKS = "check_errors", "with check_errors it reads on the host what failed"
+SYNCS_IF_GIVEN = {
+    "searchsorted": ("sorter", "it checks the sorter on the host"),
+    "linalg_cholesky_ex": _CHECKS,
+    "linalg_inv_ex": _CHECKS,
+    "linalg_lu_factor_ex": _CHECKS,
+    "_linalg_solve_ex": _CHECKS,
+}
+"""Operators that synchronise if one argument is given, with the reason."""
+
+READ_ON_THE_HOST = {
+    "masked_fill": ("value",),
+    "masked_fill_": ("value",),
+    "index_fill": ("value",),
+    "index_fill_": ("value",),
+    "linspace": ("start", "end"),
+    "logspace": ("start", "end"),
+}
+"""Arguments that operators read on the host if they are tensors on the device."""
+
 QUANTISING = frozenset(
     {
         "quantize_per_tensor",
@@ -241,7 +261,6 @@ OPERATOR_FIXES = {
     "embedding_renorm_": "leave out max_norm=; normalise the weight after the optimizer's step",
     "equal": "use (a == b).all(), which stays on the device",
     "histc": "pass min= and max=",
-    "isin": "compare directly, (elements[..., None] == test_elements).any(-1); or pass assume_unique=True where that holds",
     "lift_fresh_copy": "make the constant once, outside of the compiled function (register_buffer)",
     "linalg_lstsq": "for matrices of full rank use torch.linalg.qr and solve_triangular",
     "linspace": "give start and end as numbers, or use start + (end - start) * torch.linspace(0, 1, steps)",

@@ -1,17 +1,16 @@
 """A graph as text that is the same in every run: for goldens, logs and trace artifacts.
 
-No ids, addresses or hash-dependent names: symbols are numbered by first appearance.
+No ids and no addresses.
 """
 
 import re
-from collections.abc import Callable
+import textwrap
 
 import torch
 from torch import fx
 
 from cgpass.compile.facts import partition_tag
 
-_SYMBOL = re.compile(r"\b(zuf|zf|s|u)\d+\b")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -20,43 +19,20 @@ def graph_text(gm: fx.GraphModule) -> str:
 
     The graphs that a graph calls or refers to follow, indented below their name.
     """
-    rename = _symbol_names()
-    return "\n".join(_lines(gm, rename))
-
-
-def _symbol_names() -> Callable[[str], str]:
-    known: dict[str, str] = {}
-    counts: dict[str, int] = {}
-
-    def replace(match: re.Match[str]) -> str:
-        name, kind = match[0], match[1]
-        if name not in known:
-            known[name] = f"{kind}{counts.get(kind, 0)}"
-            counts[kind] = counts.get(kind, 0) + 1
-        return known[name]
-
-    return lambda text: _SYMBOL.sub(replace, text)
-
-
-def _lines(gm: fx.GraphModule, rename: Callable[[str], str]) -> list[str]:
-    lines = [_line(node, rename) for node in gm.graph.nodes]
+    lines = list(map(_line, gm.graph.nodes))
     for name, body in _nested(gm).items():
-        lines.append(f"{name}:")
-        lines.extend(f"    {line}" for line in _lines(body, rename))
-    return lines
+        lines += [f"{name}:", textwrap.indent(graph_text(body), "    ")]
+    return "\n".join(lines)
 
 
 def _nested(gm: fx.GraphModule) -> dict[str, fx.GraphModule]:
     modules = dict(gm.named_modules())
-    found = {}
-    for node in gm.graph.nodes:
-        body = modules.get(str(node.target)) if node.op in ("call_module", "get_attr") else None
-        if isinstance(body, fx.GraphModule):
-            found[str(node.target)] = body
-    return found
+    referring = (node for node in gm.graph.nodes if node.op in ("call_module", "get_attr"))
+    found = {str(node.target): modules.get(str(node.target)) for node in referring}
+    return {name: body for name, body in found.items() if isinstance(body, fx.GraphModule)}
 
 
-def _line(node: fx.Node, rename: Callable[[str], str]) -> str:
+def _line(node: fx.Node) -> str:
     if node.op == "output":
         return f"return {_text(node.args[0])}"
     if node.op == "placeholder":
@@ -68,7 +44,7 @@ def _line(node: fx.Node, rename: Callable[[str], str]) -> str:
         given += [f"{k}={_text(v)}" for k, v in node.kwargs.items()]
         call = f"{_text(node.target)}({', '.join(given)})"
     value = node.meta.get("val")
-    head = node.name if value is None else f"{node.name}: {rename(value_text(value))}"
+    head = node.name if value is None else f"{node.name}: {value_text(value)}"
     tag = partition_tag.get_tag(node)
     return f"{head} = {call}" + ("" if tag is None else f"  # {tag}")
 

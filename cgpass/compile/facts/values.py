@@ -64,9 +64,9 @@ def called(node: fx.Node) -> tuple[object, tuple[object, ...], Mapping[str, obje
     return node.target, node.args, node.kwargs
 
 
-def bodies(node: fx.Node, gm: fx.GraphModule | None = None) -> tuple[fx.GraphModule, ...]:
-    """Return the nested graphs that a higher-order operator gets as arguments; `gm` holds them, else the node's own module."""
-    owner = gm or node.graph.owning_module
+def bodies(node: fx.Node) -> tuple[fx.GraphModule, ...]:
+    """Return the nested graphs that a higher-order operator gets as arguments."""
+    owner = node.graph.owning_module
     if hop_name(node) is None or owner is None:
         return ()
     found = []

@@ -1,21 +1,12 @@
 """The passes of each stage, in order."""
 
 from cgpass.compile.passes.base import Pass
-from cgpass.compile.passes.functionalize_rng import FunctionalizeRng
-from cgpass.compile.passes.inductor_random import InductorRandom
 from cgpass.compile.passes.join_collectives import JoinCollectives
 from cgpass.compile.passes.lift_cpu_scalars import LiftCpuScalars
-from cgpass.compile.passes.opaque_autograd import OpaqueAutograd
-from cgpass.compile.passes.outline import Outline
 from cgpass.compile.passes.own_gradients import OwnGradients
 from cgpass.compile.passes.partition import Partition
+from cgpass.compile.passes.rng_pairs import FunctionalizeRng
 from cgpass.options import Options
-
-
-def dynamo_passes() -> tuple[Pass, ...]:
-    """Return what Dynamo's graph goes through before AOTAutograd."""
-    # Here, since AOTAutograd would trace the formulas.
-    return (OpaqueAutograd(),)
 
 
 def rng_passes() -> tuple[Pass, ...]:
@@ -38,14 +29,3 @@ def graph_passes(options: Options, *, collectives: bool = True) -> tuple[Pass, .
         # Then: only now it is known which waits lie elsewhere.
         JoinCollectives(),
     )
-
-
-def outline_passes() -> tuple[Pass, ...]:
-    """Return what a tagged graph of several partitions goes through."""
-    # On its own, since a graph that is one captured partition is compiled whole.
-    return (Outline(),)
-
-
-def eager_passes() -> tuple[Pass, ...]:
-    """Return what an eager partition goes through, where Inductor compiles the captured ones."""
-    return (InductorRandom(), Outline())

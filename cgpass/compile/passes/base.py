@@ -16,7 +16,8 @@ from cgpass.telemetry import tracing
 
 log = logging.getLogger(__name__)
 
-Direction = Literal["forward", "backward", "inference", "joint"]
+Direction = Literal["forward", "backward", "inference"]
+"""Which of a function's graphs."""
 _KEPT = (
     "stack_trace",
     "nn_module_stack",

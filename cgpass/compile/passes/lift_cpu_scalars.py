@@ -102,7 +102,8 @@ class LiftCpuScalars(Pass):
         lift = _Lift(gm, ctx.device, self)
         changed = [lift.scalar(source, readers) for source, readers in lift.scalars().items()]
         changed += [lift.copy(node) for node in lift.copies()]
-        lift.drop_unread()
+        if any(changed):
+            gm.graph.eliminate_dead_code()
         return PassResult(gm, any(changed))
 
 
@@ -116,7 +117,6 @@ class _Lift:
         self._settings = settings
         self._lifted: dict[fx.Node, fx.Node] = {}
         self._order = {node: position for position, node in enumerate(gm.graph.nodes)}
-        self._candidates: list[fx.Node] = []
         self._written: dict[int, int] = {}
         for node, position in self._order.items():
             for arg in values.mutated_inputs(node):
@@ -131,7 +131,7 @@ class _Lift:
         for node in self._graph.nodes:
             scalars = [arg for arg in node.all_input_nodes if _is_cpu_tensor(arg)]
             if scalars and node.op == "call_function":
-                reason = why_not_capturable(node, self._device, gm=self._gm)
+                reason = why_not_capturable(node, self._device)
                 if reason is not None and reason.code == "cpu_scalar":
                     for arg in scalars:
                         found.setdefault(arg, []).append(node)
@@ -175,31 +175,18 @@ class _Lift:
             if self._escapes(node):
                 lifted.meta["val"] = _like(wanted, device=self._device)
                 lifted = self._call(aten.clone.default, lifted, before=node, of=node, value=wanted)
-        elif _is_filled(source) and wanted.dtype == had.dtype:
-            lifted = self._filled(source, wanted, node)
         elif _is_filled(source):
-            made = self._filled(source, _like(had, device=self._device), node)
-            node.replace_input_with(source, made)
-            self._candidates.append(source)
-            return True
+            lifted = self._filled(source, _like(had, device=self._device), node)
+            if wanted.dtype != had.dtype:
+                node.replace_input_with(source, lifted)
+                return True
         elif self._is_argument(source) and self._order[node] < self._first_write(source):
             node.replace_input_with(source, self._lift(source, node))
             return True
         else:
             return False
         node.replace_all_uses_with(lifted)
-        self._candidates += [source, node]
         return True
-
-    def drop_unread(self) -> None:
-        """Erase what the rewriting left without readers, back to the constants."""
-        pending = list(self._candidates)
-        while pending:
-            node = pending.pop()
-            if node in self._order and node.op != "placeholder" and not node.users:
-                pending.extend(node.all_input_nodes)
-                del self._order[node]
-                self._graph.erase_node(node)
 
     def _lift(self, source: fx.Node, reader: fx.Node) -> fx.Node:
         """Return what stands for a CPU scalar on the device."""
@@ -218,7 +205,6 @@ class _Lift:
             inherit_meta(lifted, source, value)
         else:
             lifted = self._copied(source, reader, value)
-        self._candidates.append(source)
         self._lifted[source] = lifted
         return lifted
 

@@ -15,7 +15,7 @@ from cgpass.compile.facts import values
 from cgpass.compile.facts.capturability import is_argument, is_passive
 from cgpass.compile.facts.partition_tag import KEY, PartitionTag, get_tag, set_tag
 from cgpass.compile.passes.base import Pass, PassContext, PassResult
-from cgpass.errors import PostconditionError, PreconditionError
+from cgpass.errors import PreconditionError
 
 
 @dataclass(frozen=True)
@@ -31,54 +31,21 @@ class Outline(Pass):
     name: ClassVar[str] = "outline"
 
     def requires(self, gm: fx.GraphModule, ctx: PassContext) -> None:
-        """Every operator has a tag, and equal tags stand together."""
+        """Every operator has a tag."""
         for node in gm.graph.nodes:
-            if not is_passive(node) and get_tag(node) is None and not _is_result(node):
+            if not is_passive(node) and get_tag(node) is None:
                 raise PreconditionError(
                     f"node '{node.name}' ({node.target}) belongs to no partition: run the "
                     "partition pass first"
                 )
-        tags = [get_tag(node) for node in gm.graph.nodes if get_tag(node) is not None]
-        runs = [tag for tag, _ in itertools.groupby(tags)]
-        if len(set(runs)) != len(runs):
-            found = ", ".join(map(str, runs))
-            raise PreconditionError(f"partitions are not contiguous: {found}")
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
         """Return a new module; `gm` stays as it is."""
         partitions: dict[PartitionTag, list[fx.Node]] = {}
         for node in gm.graph.nodes:
-            tag = get_tag(node)
-            if tag is not None and not _is_outlined(node):
+            if (tag := get_tag(node)) is not None:
                 partitions.setdefault(tag, []).append(node)
-        if not partitions:
-            return PassResult(gm, modified=False)
         return PassResult(_Outliner(gm, partitions).run(), modified=True)
-
-    def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:
-        """Nothing is left outside the submodules, and none returns its own input."""
-        for node in gm.graph.nodes:
-            if not (is_passive(node) or _is_result(node) or _is_outlined(node)):
-                raise PostconditionError(f"node '{node.name}' was left outside the partitions")
-            if not _is_outlined(node):
-                continue
-            body = gm.get_submodule(str(node.target))
-            assert isinstance(body, fx.GraphModule)
-            returned = body.graph.output_node().all_input_nodes
-            for inner in returned:
-                if inner.op == "placeholder":
-                    raise PostconditionError(f"{node.target} returns its input '{inner.name}'")
-
-
-def _is_outlined(node: fx.Node) -> bool:
-    """Tell if a node calls a submodule that this pass made."""
-    return node.op == "call_module" and node.target == str(get_tag(node))
-
-
-def _is_result(node: fx.Node) -> bool:
-    """Tell if a node takes a submodule's tuple apart."""
-    producer = node.args[0] if node.target is operator.getitem else None
-    return isinstance(producer, fx.Node) and _is_outlined(producer)
 
 
 def _written_input(node: fx.Node) -> fx.Node | None:
@@ -229,7 +196,7 @@ class _Body:
         nodes = [*self.inputs, *self._copied]
         for symbol in dict.fromkeys(itertools.chain.from_iterable(map(values.free_symbols, nodes))):
             provider = self._providers.get(symbol)
-            if symbol not in known and provider is not None and provider not in self._own:
+            if symbol not in known and provider is not None:
                 self._found[provider] = provider
                 self.inputs.append(provider)
 

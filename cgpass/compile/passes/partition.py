@@ -1,7 +1,15 @@
-"""Cut a graph into captured and eager partitions, reordered so that there are few of them."""
+"""Cut a graph into captured and eager partitions, reordered so that there are few of them.
 
-import dataclasses
+Note [Fewest switches]
+    Without a memory limit the maximal drain is optimal for a given starting colour: run every ready node of the current
+    colour, switch, repeat. Whatever another order with the same starting colour has run after k switches, the drain has
+    run too. So the better of both starting colours has the fewest switches any order can have, and a drain that meets
+    the limit is as good as any. If none does, a drain that runs only what fits is the answer, or the original order.
+"""
+
+import bisect
 import itertools
+import math
 import operator
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +22,6 @@ from cgpass.compile.facts.capturability import is_passive, why_not_capturable
 from cgpass.compile.facts.lines import user_line
 from cgpass.compile.facts.partition_tag import PartitionTag, get_tag, set_tag
 from cgpass.compile.passes.base import Pass, PassContext, PassResult
-from cgpass.compile.passes.ordering import OrderingProblem, find_order
 from cgpass.errors import PostconditionError
 from cgpass.telemetry.reason import OTHER_FIXES, Reason, many
 
@@ -46,7 +53,6 @@ class Partition(Pass):
                 group[0],
                 ctx.device,
                 unsafe_ops=self.unsafe_ops,
-                gm=gm,
                 collectives=self.collectives,
             )
             for group in groups
@@ -55,16 +61,13 @@ class Partition(Pass):
         captured = tuple(reason is None for reason in reasons)
         # A graph that is one partition is no splinter: it is captured if it does any work.
         minimum = 1 if all(captured) else self.min_partition_ops
-        segments = _cut(groups, reasons, range(len(groups)), minimum)
-        modified = False
-        if not _is_tagged(gm, groups, segments):
-            if len(set(captured)) > 1:
-                order = find_order(_problem(gm, groups, captured), self.max_memory_increase)
-                segments = _cut(groups, reasons, order, minimum)
-            _apply(gm, groups, segments)
-            modified = True
-        notes = [one.reason for segment in segments for one in segment if one.reason is not None]
-        return PassResult(gm, modified, tuple(notes))
+        order: Sequence[int] = range(len(groups))
+        if len(set(captured)) > 1:
+            order = find_order(_problem(gm, groups, captured), self.max_memory_increase)
+        segments = _cut(groups, reasons, order, minimum)
+        _apply(gm, groups, segments)
+        notes = [reason for segment in segments for _, reason in segment if reason is not None]
+        return PassResult(gm, True, tuple(notes))
 
     def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:
         """Partitions are contiguous, numbered in order and alternate."""
@@ -80,15 +83,8 @@ Group = tuple[fx.Node, ...]
 """An operator and the `getitem` nodes that take its results apart: they stay together. See also `_with_views`."""
 
 
-@dataclass(frozen=True)
-class _Member:
-    """A group in a segment, and why it is eager."""
-
-    group: int
-    reason: Reason | None
-
-
-Segment = list[_Member]
+Segment = list[tuple[int, Reason | None]]
+"""Groups that run one after the other, and why each is eager."""
 
 
 def _groups(gm: fx.GraphModule) -> list[Group]:
@@ -145,6 +141,25 @@ class _Inputs:
         for arg in node.all_input_nodes:
             found.update(dict.fromkeys(self._behind.get(arg, (arg,))))
         return tuple(found)
+
+
+@dataclass(frozen=True)
+class OrderingProblem:
+    """Nodes in a valid order, what they depend on and what memory they need; node `i` is the i-th of the original order."""
+
+    captured: tuple[bool, ...]
+    """Colour of each node."""
+    predecessors: tuple[tuple[int, ...], ...]
+    """Nodes that must run before each node: its data and whatever else fixes their order."""
+    allocated_bytes: tuple[int, ...]
+    """Memory that each node allocates for its value."""
+    reads: tuple[tuple[int, ...], ...]
+    """Nodes whose value each node reads; a value is freed after its last reader has run."""
+    kept: frozenset[int] = frozenset()
+    """Nodes whose value is never freed: the graph's outputs."""
+
+    def __len__(self) -> int:
+        return len(self.captured)
 
 
 def _problem(
@@ -230,15 +245,11 @@ def _cut(
     """Cut an order where the colour changes; what is too small to capture turns eager."""
     segments: list[Segment] = []
     for captured, run in itertools.groupby(order, key=lambda at: reasons[at] is None):
-        members = [_Member(at, reasons[at]) for at in run]
-        launching = (member for member in members if _launches(groups[member.group][0]))
-        count = len(tuple(itertools.islice(launching, minimum)))
+        members: Segment = [(at, reasons[at]) for at in run]
+        count = sum(_launches(groups[at][0]) for at, _ in members)
         if captured and count < minimum:
-            members = [
-                dataclasses.replace(one, reason=_too_small(groups[one.group][0], count, minimum))
-                for one in members
-            ]
-        if segments and (segments[-1][0].reason is None) == (members[0].reason is None):
+            members = [(at, _too_small(groups[at][0], count, minimum)) for at, _ in members]
+        if segments and (segments[-1][0][1] is None) == (members[0][1] is None):
             segments[-1].extend(members)
         else:
             segments.append(members)
@@ -264,38 +275,14 @@ def _too_small(node: fx.Node, count: int, minimum: int) -> Reason:
     return Reason("too_small", str(node.target), detail, fix, line)
 
 
-def _tags(groups: Sequence[Group], segments: Sequence[Segment]) -> dict[fx.Node, PartitionTag]:
-    return {
-        node: PartitionTag(index, captured=segment[0].reason is None)
-        for index, segment in enumerate(segments)
-        for member in segment
-        for node in groups[member.group]
-    }
-
-
-def _is_contiguous(nodes: Iterable[fx.Node], tags: dict[fx.Node, PartitionTag]) -> bool:
-    indices = [tags[node].index for node in nodes if node in tags]
-    return indices == sorted(indices)
-
-
-def _is_tagged(gm: fx.GraphModule, groups: Sequence[Group], segments: Sequence[Segment]) -> bool:
-    """Tell if an earlier run left exactly these partitions: its order must not be improved upon.
-
-    A second run would measure its memory limit from the order that the first one chose.
-    """
-    tags = _tags(groups, segments)
-    same = all(get_tag(node) == tags.get(node) for node in gm.graph.nodes)
-    return same and _is_contiguous(gm.graph.nodes, tags)
-
-
 def _apply(gm: fx.GraphModule, groups: Sequence[Group], segments: Sequence[Segment]) -> None:
-    tags = _tags(groups, segments)
-    order = [member.group for segment in segments for member in segment]
-    if order != sorted(order) or not _is_contiguous(gm.graph.nodes, tags):
-        _reorder(gm, [node for at in order for node in groups[at]])
-    reasons = {groups[one.group][0]: one.reason for segment in segments for one in segment}
-    for node in gm.graph.nodes:
-        set_tag(node, tags.get(node), reasons.get(node))
+    if len(segments) > 1:
+        _reorder(gm, [node for segment in segments for at, _ in segment for node in groups[at]])
+    for index, segment in enumerate(segments):
+        tag = PartitionTag(index, captured=segment[0][1] is None)
+        for at, reason in segment:
+            for node in groups[at]:
+                set_tag(node, tag, reason if node is groups[at][0] else None)
 
 
 def _reorder(gm: fx.GraphModule, order: Iterable[fx.Node]) -> None:
@@ -315,3 +302,92 @@ def _reorder(gm: fx.GraphModule, order: Iterable[fx.Node]) -> None:
     output = gm.graph.output_node()
     for node in placed:
         output.prepend(node)
+
+
+def find_order(problem: OrderingProblem, max_memory_increase: float = 0.05) -> tuple[int, ...]:
+    """Return an order with few colour switches whose peak is at most `1 + max_memory_increase` times the original's.
+
+    See Note [Fewest switches].
+    """
+    original = tuple(range(len(problem)))
+    limit = math.floor(peak_bytes(problem, original) * (1 + max_memory_increase))
+    orders = [original]
+    for start, most in itertools.product((True, False), (math.inf, limit)):
+        order = _drain(problem, start, most)
+        if order is not None and peak_bytes(problem, order) <= limit:
+            orders.append(order)
+    return min(orders, key=lambda order: count_switches(problem, order))
+
+
+def count_switches(problem: OrderingProblem, order: Sequence[int]) -> int:
+    """Return how often the colour changes along `order`."""
+    colours = [problem.captured[node] for node in order]
+    return sum(a != b for a, b in itertools.pairwise(colours))
+
+
+def peak_bytes(problem: OrderingProblem, order: Sequence[int]) -> int:
+    """Return the estimated peak of live bytes along `order`."""
+    memory = _Memory(problem)
+    peak = 0
+    for node in order:
+        peak = max(peak, memory.live_bytes + problem.allocated_bytes[node])
+        memory.run(node)
+    return peak
+
+
+class _Memory:
+    """Live bytes while the nodes of a problem run one after another."""
+
+    def __init__(self, problem: OrderingProblem) -> None:
+        self.live_bytes = 0
+        self._allocated = problem.allocated_bytes
+        self._reads = [tuple(dict.fromkeys(reads)) for reads in problem.reads]
+        self._waiting = [0] * len(problem)
+        """How many readers of each value have not run; one more for a value that is kept."""
+        for reads in self._reads:
+            for value in reads:
+                self._waiting[value] += 1
+        for value in problem.kept:
+            self._waiting[value] += 1
+
+    def run(self, node: int) -> None:
+        if self._waiting[node]:
+            self.live_bytes += self._allocated[node]
+        for value in self._reads[node]:
+            self._waiting[value] -= 1
+            if not self._waiting[value]:
+                self.live_bytes -= self._allocated[value]
+
+
+def _drain(problem: OrderingProblem, start: bool, limit: float) -> tuple[int, ...] | None:
+    """Run what is ready and fits of a colour, in original order, then switch; None if stuck."""
+    successors: list[list[int]] = [[] for _ in range(len(problem))]
+    for node, before in enumerate(problem.predecessors):
+        for predecessor in dict.fromkeys(before):
+            successors[predecessor].append(node)
+    missing = [len(set(before)) for before in problem.predecessors]
+    ready: dict[bool, list[int]] = {True: [], False: []}
+    memory = _Memory(problem)
+    for node, count in enumerate(missing):
+        if not count:
+            ready[problem.captured[node]].append(node)
+    order: list[int] = []
+    colour, stuck = start, False
+    while len(order) < len(problem):
+        free = limit - memory.live_bytes
+        fitting = (i for i, n in enumerate(ready[colour]) if problem.allocated_bytes[n] <= free)
+        at = next(fitting, None)
+        if at is None:
+            if stuck:
+                return None
+            colour, stuck = not colour, True
+            continue
+        stuck = False
+        node = ready[colour].pop(at)
+        order.append(node)
+        memory.run(node)
+        for successor in successors[node]:
+            missing[successor] -= 1
+            if not missing[successor]:
+                bisect.insort(ready[problem.captured[successor]], successor)
+    return tuple(order)
