@@ -94,16 +94,27 @@ def refusing(x):
     return [refuses(x)]
 
 
-def asking_runner(asked, fn=refusing):
-    return runner(fn, COPIED, mutated=(0,), on_failure=asked)
+def asking_runner(asked, fn=refusing, **settings):
+    return runner(fn, COPIED, mutated=(0,), on_failure=asked, **settings)
 
 
-@pytest.mark.parametrize("error", [CaptureError("no"), KeyError("user's")], ids=str)
-def test_a_runner_passes_on_what_is_raised(error):
-    run = asking_runner(Blaming(error))
+@pytest.mark.parametrize(
+    ("error", "on_skip", "times"),
+    [
+        (CaptureError("no"), "warn", 2),
+        (CaptureError("no"), "raise", 1),
+        (KeyError("own"), "warn", 2),
+    ],
+)
+def test_a_runner_passes_on_what_is_raised(error, on_skip, times):
+    """What refuses the capture is not asked again where that is an error."""
+    asked = Blaming(error)
+    run = asking_runner(asked, on_skip=on_skip)
     call(run, torch.ones(3))
-    with pytest.raises(type(error)):
-        call(run, torch.ones(3))
+    for _ in range(2):
+        with pytest.raises(type(error)):
+            call(run, torch.ones(3))
+    assert sum(each != "forget" for each in asked.calls) == times
     assert run.failure is None
 
 

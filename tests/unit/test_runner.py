@@ -303,6 +303,14 @@ def test_what_moves_now_and_then_is_not_said_to_move_in_every_call(moves, caplog
     assert not warnings(caplog)
 
 
+def test_sizes_that_do_not_come_again_are_named_once(caplog):
+    run = runner(lambda x, n: [x * n], COPIED, SYMINT, max_recordings=2)
+    for n in range(20):
+        call(run, X, n)
+    (message,) = warnings(caplog)
+    assert "since each came with another value or layout of x1 (" in message
+
+
 def test_one_more_call_without_a_graph_leaves_known_how_far_operators_draw():
     """Recordings go by what an earlier call of the same key learnt."""
     run, value = runner(lambda p, x: [p * x], POOLED, COPIED), torch.ones(2)
