@@ -176,3 +176,10 @@ def test_a_send_is_waited_for_before_its_memory_is_used(name):
     assert work.waited is waits
     under_way.wait()
     assert work.waited
+
+
+def test_recordings_wait_before_each_operator_for_what_is_under_way(monkeypatch):
+    seen = []
+    monkeypatch.setattr(UnderWay, "wait_before", lambda self, func, *rest: seen.append(func))
+    wrapper()
+    assert aten.sin.default in seen
