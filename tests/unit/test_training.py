@@ -167,6 +167,8 @@ def test_tensors_that_are_taken_apart_go_aotautograds_way(made):
 @pytest.mark.parametrize("op", [torch.exp, lambda x: x.sin().exp(), lambda x: x * 2])
 def test_a_second_derivative_is_refused(made, op):
     """Whatever the backward reads: the output, something in between, nothing."""
+    if not made.is_node and torch.__version__ < "2.14":
+        pytest.skip("zeros, as of AOTAutograd's function")
     x = randn(4)
     fn = made(op, x)
     (grad,) = torch.autograd.grad(fn(x).sum(), x, create_graph=True)
