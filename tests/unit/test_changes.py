@@ -23,14 +23,6 @@ class Noted(Mode):
         self.notes.append(f"{self.name} ends")
 
 
-def test_a_mode_ends_with_its_block():
-    notes = []
-    with Noted("a", notes), Noted("b", notes):
-        mend(open_modes)  # which are under way
-    assert notes == ["a begins", "b begins", "b ends", "a ends"]
-    assert not open_modes
-
-
 def test_what_was_broken_off_inside_ends_before_what_is_around_it():
     notes = []
 

@@ -1,12 +1,144 @@
-"""What of the CUDA driver can be shown without CUDA: which calls it makes, in which order."""
+"""What of the CUDA driver can be shown without CUDA: which calls it makes, in which order, on a device that does nothing."""
 
+import ctypes
 import gc
+import sys
 
 import pytest
 import torch
 
-from cgpass.runtime import driver as driver_module
-from tests.unit.fake_cuda import DEVICE, FakeGenerator
+from cgpass import torch_private
+from cgpass.runtime.capturing import Pause
+from cgpass.runtime.driver import CUDADriver
+
+DEVICE = torch.device("cuda", 0)
+
+
+class Log(list):
+    """Calls in their order; fakes note themselves here."""
+
+    capturing = False
+
+
+class FakeStream:
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for {event}")
+
+    def record_event(self):
+        return f"event of {self.name}"
+
+    def query(self):
+        return self.name in self.log.idle
+
+    def __enter__(self):
+        self.log.append(f"enter {self.name}")
+
+    def __exit__(self, *exc):
+        self.log.append(f"leave {self.name}")
+
+
+class FakeGraph:
+    log = None
+    end_raises = False
+    draws = None
+    """A generator's state and how far a replay moves it."""
+
+    def register_generator_state(self, generator):
+        self.log.append(f"register {generator}")
+
+    def replay(self):
+        self.log.append("replay")
+        if self.draws is not None:
+            state, steps = self.draws
+            state[1] += steps
+
+    def reset(self):
+        self.log.append("reset")
+
+    def capture_begin(self, *, pool="own pool", capture_error_mode):
+        self.log.append(f"begin {pool} {capture_error_mode}")
+        self.log.capturing = True
+
+    def capture_end(self):
+        self.log.append("end")
+        self.log.capturing = False
+        if self.end_raises:
+            raise RuntimeError("capture_end")
+
+
+class FakeGenerator(torch.Generator):
+    def __init__(self, log, name):
+        super().__init__()
+        self.log, self.name = log, name
+        self.state = [0, 0]
+        """Seed and offset; handles share it."""
+
+    def __new__(cls, *args):
+        return super().__new__(cls)
+
+    def __repr__(self):
+        return self.name
+
+    def clone_state(self):
+        return f"state of {self.name}"
+
+    def graphsafe_get_state(self):
+        handle = FakeGenerator(self.log, f"handle of {self.name}")
+        handle.state = self.state
+        return handle
+
+    def graphsafe_set_state(self, state):
+        self.log.append(f"restore {state}")
+
+    def initial_seed(self):
+        return self.state[0]
+
+    def get_offset(self):
+        return self.state[1]
+
+    def manual_seed(self, seed):
+        self.state[:] = [seed, 0]
+
+    def set_offset(self, offset):
+        self.state[1] = offset
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """A driver whose device notes what is asked of it, and the notes."""
+    log = Log()
+    log.streams, log.idle = [11], []
+    graph = type("Graph", (FakeGraph,), {"log": log})
+    log.graph = graph
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "graph_pool_handle", lambda: (0, 1))
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
+    monkeypatch.setattr(cuda, "Stream", lambda device: FakeStream(log, "side"))
+    monkeypatch.setattr(
+        cuda, "current_stream", lambda device: FakeStream(log, f"stream {log.streams[-1]}")
+    )
+    monkeypatch.setattr(cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(cuda, "device", lambda device: Pause())
+    monkeypatch.setattr(cuda, "CUDAGraph", graph)
+    monkeypatch.setattr(cuda, "default_generators", [FakeGenerator(log, "default")])
+    monkeypatch.setattr(
+        torch_private, "clear_cublas_workspaces", lambda: log.append("clear workspaces")
+    )
+    monkeypatch.setattr(
+        torch_private,
+        "abandon_failed_capture",
+        lambda index, pool: log.append(f"abandon {index} {pool}"),
+    )
+    monkeypatch.setattr(torch_private, "current_raw_stream", lambda index: log.streams[-1])
+    monkeypatch.setattr(torch_private, "is_capturing", lambda: log.capturing)
+    return CUDADriver(DEVICE), log
 
 
 def test_a_capture(cuda):
@@ -183,34 +315,88 @@ def test_a_graph_that_draws_nothing_asks_no_generator(cuda, monkeypatch):
     assert log == ["replay"]
 
 
-@pytest.mark.gpu
-def test_a_capture_on_the_device():
-    driver = driver_module.CUDADriver(DEVICE)
-    x = torch.ones(3, device=DEVICE)
-    graph, (out,) = driver.record(lambda args: [args[0] * 2], [x], opaque=False)
-    x.fill_(4)
-    graph.replay()
-    assert out.tolist() == [8] * 3
-    with pytest.raises(RuntimeError):
-        driver.record(lambda args: [args[0] * args[0].sum().item()], [x], opaque=False)
-    graph, (out,) = driver.record(
-        lambda args: [args[0] + torch.rand_like(args[0])], [x], opaque=False
-    )
-    graph.replay()
-    first = out.clone()
-    graph.replay()
-    assert not torch.equal(first, out)
-    assert not driver.is_capturing()
+# ---- pools
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (RuntimeError("operation not permitted when stream is capturing"), True),
-        (RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED"), True),
-        (RuntimeError("the user's"), False),
-        (ValueError("not while capturing"), False),
-    ],
-)
-def test_errors_of_captures(error, expected):
-    assert driver_module.is_capture_error(error) is expected
+@pytest.fixture
+def pools(cuda, monkeypatch):
+    """The same, with the pools' handles in the log."""
+    driver, log = cuda
+    numbers = iter(range(1, 99))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(numbers)))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("empty cache"))
+    for name in ("begin_allocating_to_pool", "end_allocating_to_pool", "release_pool"):
+        note = f"{name.split('_', maxsplit=1)[0]} {{}}"
+        monkeypatch.setattr(
+            torch_private, name, lambda device, pool, note=note: log.append(note.format(pool))
+        )
+    return driver, log
+
+
+def of_pools(log):
+    words = ("empty", "begin", "end (", "release")
+    found = [line for line in log if line.startswith(words)]
+    log.clear()
+    return found
+
+
+def test_warm_ups_have_a_pool_of_their_own_which_is_returned(pools):
+    driver, log = pools
+    for _ in range(2):
+        driver.warm_up(lambda args: [], [])
+    assert of_pools(log) == 2 * ["begin (0, 1)", "end (0, 1)"]
+    first, _ = driver.record(lambda args: [], [], opaque=False)
+    released = 2 * ["release (0, 1)"]
+    assert of_pools(log) == [*released, "empty cache", "begin (0, 2) thread_local"]
+    second, _ = driver.record(lambda args: [], [], opaque=False)
+    assert of_pools(log) == ["empty cache", "begin (0, 2) thread_local"]
+    third, _ = driver.record(lambda args: [], [], opaque=False)
+    assert of_pools(log) == ["begin (0, 2) thread_local"]
+    assert first is not second is not third
+
+
+@pytest.mark.parametrize("after", ["begin (", "end ("])
+def test_a_signal_beside_a_warm_up_ends_its_allocations(pools, monkeypatch, after):
+    driver, log = pools
+    name = f"{after[:-2]}_allocating_to_pool"
+    note, raised = getattr(torch_private, name), []
+
+    def interrupted(device, pool):
+        note(device, pool)
+        if not raised:
+            raised.append(1)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch_private, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        driver.warm_up(lambda args: [], [])
+    assert of_pools(log)[-1] == "end (0, 1)"
+    driver.end_warm_ups()
+
+
+def test_a_pool_that_is_given_serves_warm_ups_and_captures(pools):
+    _, log = pools
+    driver = CUDADriver(DEVICE, pool=(7, 7))
+    driver.warm_up(lambda args: [], [])
+    graph, _ = driver.record(lambda args: [], [], opaque=False)
+    found = ["begin (7, 7)", "end (7, 7)", "begin (7, 7) thread_local", "release (7, 7)"]
+    assert of_pools(log) == found
+    assert graph is not None
+
+
+def test_a_snapshot_may_drop_references():
+    """torch 2.11 drops one to each number of the pool's handle: each has one more."""
+    pool = (70000, 70001)
+    before = list(map(sys.getrefcount, pool))
+
+    def snapshot(handle, *, include_traces):
+        assert handle == pool
+        assert not include_traces
+        for number in handle:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(number))
+        return ["segment"]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "memory_snapshot", snapshot)
+        assert torch_private.pool_segments(pool) == ["segment"]
+    assert list(map(sys.getrefcount, pool)) == before

@@ -8,108 +8,96 @@ import torch
 from cgpass.runtime.executor import Executor, Plan, Step
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
-from tests.unit.runners import COPIED, POOLED, counts, runner
+from tests.unit.runners import COPIED, counts, runner
 
 X = torch.ones(2)
 
 
 def test_values_are_dropped_at_their_last_use():
-    alive = {}
+    alive = []
 
-    def first(x):
-        made = x + 1
-        alive["first"] = weakref.ref(made)
+    def adds_one(args):
+        made = args.pop() + 1
+        assert all(each() is None for each in alive), "this was their last reader"
+        alive.append(weakref.ref(made))
         return [made]
 
-    def second(a):
-        made = a * 2
-        alive["second"] = weakref.ref(made)
-        return [made]
-
-    def third(b):
-        assert alive["first"]() is None, "the second step was its last reader"
-        assert alive["second"]() is not None
-        return [b + 1]
-
-    def boxed(fn):
-        def run(args):
-            (value,) = args
-            args.clear()
-            return fn(value)
-
-        return run
-
-    plan = Plan(
-        1,
-        4,
-        (
-            Step("a", boxed(first), (0,), (1,), drops=(0,)),
-            Step("b", boxed(second), (1,), (2,), drops=(1,)),
-            Step("c", boxed(third), (2,), (3,), drops=(2,)),
-        ),
-        (3,),
-    )
-    assert Executor(plan, None)([X])[0].tolist() == [5, 5]
-
-
-def recorded(visible, second_reads=False, **settings):
-    """A recorded step with two outputs, and one that reads the first of them."""
-    owner = Owner(SimulatedDriver())
-    first = runner(lambda x: [x * 2, x * 3], COPIED, owner=owner, **settings)
-    steps = [Step("captured_0", first, (0,), (1, 2), drops=(0,))]
-    if second_reads:
-        second = runner(lambda a: [a + 1], POOLED, owner=owner)
-        steps.append(Step("captured_1", second, (1,), (3,)))
-    plan = Plan(1, 4, tuple(steps), (1, 2), visible=frozenset(visible))
-    return Executor(plan, owner), first
-
-
-@pytest.mark.parametrize("outputs", ["shared", "owned"])
-def test_visible_outputs_that_are_held_call_after_call(outputs):
-    executor, first = recorded(visible=(0, 1), outputs=outputs)
-    kept = []
-    for value in range(8):
-        kept.append(executor([X * value]))
-        in_pool = [executor.owner.is_pool_storage(t) for t in kept[-1]]
-        assert in_pool == [value > 0 and outputs == "shared"] * 2
-    for value, (a, b) in enumerate(kept):
-        assert (a.tolist(), b.tolist()) == ([2.0 * value] * 2, [3.0 * value] * 2)
-    assert counts(first) == (1, 1, 7, 0)
-    stats = first.stats
-    moved, copied = ((6, 96), 0) if outputs == "shared" else ((0, 0), 16)
-    assert (stats.rescues, stats.rescued_bytes) == moved
-    assert stats.copied_bytes == 7 * (8 + copied)
+    steps = [Step(str(n), adds_one, (n,), (n + 1,), drops=(n,)) for n in range(3)]
+    assert Executor(Plan(1, 4, tuple(steps), (3,)), None)([X])[0].tolist() == [4, 4]
 
 
 @pytest.mark.parametrize(
     ("visible", "second_reads", "read"),
-    [
-        ((0, 1), False, set()),
-        ((0, 1), True, {0}),
-        ((1,), False, {0}),
-    ],
+    [((0, 1), False, set()), ((0, 1), True, {0}), ((1,), False, {0})],
 )
 def test_a_runner_is_told_who_gets_its_outputs(visible, second_reads, read):
-    _, first = recorded(visible, second_reads)
-    assert first.visible == set(visible)
-    assert first.read == read
+    first = runner(lambda x: [x * 2, x * 3], COPIED)
+    steps = [Step("captured_0", first, (0,), (1, 2), drops=(0,))]
+    if second_reads:
+        steps.append(Step("captured_1", lambda args: args, (1,), (3,)))
+    Executor(Plan(1, 4, tuple(steps), (1, 2), visible=frozenset(visible)), first.owner)
+    assert (first.visible, first.read) == (set(visible), read)
 
 
-def test_an_output_that_another_step_reads_is_read_from_the_pool_though_it_is_copied_out():
-    executor, _ = recorded((0, 1), second_reads=True, outputs="owned")
-    for value in range(5):
-        a, b = executor([X * value])
-        assert (a.tolist(), b.tolist()) == ([2.0 * value] * 2, [3.0 * value] * 2)
-        assert not value or not executor.owner.is_pool_storage(a)
-    second = executor.plan.steps[1].run
-    assert counts(second) == (1, 1, 4, 0)
-    assert second.stats.copied_bytes == 0
+class Noting:
+    """Wraps steps, and notes them."""
+
+    def __init__(self):
+        self.steps = []
+
+    def __call__(self, step, run):
+        def noted(values):
+            self.steps.append(step.name)
+            return run(values)
+
+        return noted
+
+
+@pytest.fixture
+def executor():
+    run = runner(lambda x: [x * 2], COPIED, owner=Owner(SimulatedDriver()))
+    steps = (
+        Step("captured_0", run, (0,), (1,), (0,)),
+        Step("eager_1", lambda args: [args.pop() + 1], (1,), (2,), (1,)),
+    )
+    return Executor(Plan(1, 3, steps, (2,), visible=frozenset({0})), run.owner)
+
+
+def run_of(executor):
+    return executor.plan.steps[0].run
+
+
+def test_steps_are_told_in_order_and_only_inside(executor):
+    outer, inner = Noting(), Noting()
+    executor([torch.ones(2)])
+    ends = [executor.wrap(outer), executor.wrap(inner)]
+    assert executor([torch.ones(2)])[0].tolist() == [3, 3]
+    with pytest.raises(TypeError):
+        executor(["no tensor"])
+    for end in ends:
+        end()
+    executor([torch.ones(2)])
+    assert outer.steps == inner.steps == ["captured_0", "eager_1", "captured_0"]
+    assert executor.tally.calls == 4
+
+
+def test_calls_run_plainly_on_request_and_recordings_stay(executor):
+    for _ in range(3):
+        executor([torch.ones(2)])
+    executor.owner.plain = True
+    held = [executor([torch.full((2,), float(n))])[0] for n in range(3)]
+    assert [value.tolist() for value in held] == [[1, 1], [3, 3], [5, 5]]
+    assert counts(run_of(executor)) == (1, 1, 2, 3)
+    executor.owner.plain = False
+    executor([torch.ones(2)])
+    assert counts(run_of(executor)) == (1, 1, 3, 3)
 
 
 def test_outputs_of_a_call_inside_of_a_transform_are_the_users_already():
-    executor, first = recorded(visible=(0, 1), outputs="owned")
-    rows = torch.ones(3, 2)
+    first = runner(lambda x: [x * 2, x * 3], COPIED, outputs="owned")
+    step = Step("captured_0", first, (0,), (1, 2), drops=(0,))
+    executor = Executor(Plan(1, 3, (step,), (1, 2), visible=frozenset({0, 1})), first.owner)
     for _ in range(3):
-        a, b = torch.func.vmap(lambda x: tuple(executor([x])))(rows)
+        a, b = torch.func.vmap(lambda x: tuple(executor([x])))(torch.ones(3, 2))
         assert (a.tolist(), b.tolist()) == ([[2.0, 2.0]] * 3, [[3.0, 3.0]] * 3)
     assert counts(first) == (0, 0, 0, 3)

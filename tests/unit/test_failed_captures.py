@@ -9,7 +9,7 @@ from cgpass.errors import CaptureError
 from cgpass.runtime.capturing import is_any_capture_running
 from cgpass.runtime.failures import Outcome
 from cgpass.runtime.simulated import SimulatedDriver
-from tests.unit.runners import COPIED, SYMINT, call, counts, runner
+from tests.unit.runners import COPIED, call, counts, runner
 
 aten = torch.ops.aten
 
@@ -94,52 +94,28 @@ def refusing(x):
     return [refuses(x)]
 
 
-def asking_runner(asked, fn=refusing):
-    return runner(fn, COPIED, mutated=(0,), on_failure=asked)
+def asking_runner(asked, fn=refusing, **settings):
+    return runner(fn, COPIED, mutated=(0,), on_failure=asked, **settings)
 
 
-def test_a_runner_says_why_nothing_of_it_is_captured(caplog):
-    run = asking_runner(Blaming(Outcome(why="all of it waits")))
-    for _ in range(3):
-        assert call(run, torch.ones(3)) == [[4.0] * 3]
-    assert counts(run) == (1, 0, 0, 2)
-    (record,) = caplog.records
-    assert "runs without a graph from now on: all of it waits" in record.getMessage()
-
-
-@pytest.mark.parametrize("error", [CaptureError("no"), KeyError("user's")], ids=str)
-def test_a_runner_passes_on_what_is_raised(error):
-    run = asking_runner(Blaming(error))
+@pytest.mark.parametrize(
+    ("error", "on_skip", "times"),
+    [
+        (CaptureError("no"), "warn", 2),
+        (CaptureError("no"), "raise", 1),
+        (KeyError("own"), "warn", 2),
+    ],
+)
+def test_a_runner_passes_on_what_is_raised(error, on_skip, times):
+    """What refuses the capture is not asked again where that is an error."""
+    asked = Blaming(error)
+    run = asking_runner(asked, on_skip=on_skip)
     call(run, torch.ones(3))
-    with pytest.raises(type(error)):
-        call(run, torch.ones(3))
+    for _ in range(2):
+        with pytest.raises(type(error)):
+            call(run, torch.ones(3))
+    assert sum(each != "forget" for each in asked.calls) == times
     assert run.failure is None
-
-
-def test_without_memory_a_call_is_recorded_once_more_and_then_again_after_a_reset(caplog):
-    """Other calls than those of this key go on being recorded."""
-    due = [1, 1]
-
-    def fn(x):
-        if due and is_any_capture_running():
-            due.pop()
-            raise torch.OutOfMemoryError("there was no memory")
-        return [x * 2]
-
-    run = runner(lambda x, n: fn(x), COPIED, SYMINT)
-    for n in (3, 3, 3, 4, 4, 4):
-        assert call(run, torch.ones(3), n) == [[2.0] * 3]
-    assert due == []
-    assert counts(run) == (2, 1, 2, 2)
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "forward captured_0: calls like this one run without a graph: OutOfMemoryError: there was no memory. Free memory, or keep fewer recordings (max_recordings); after "
-        "cgpass.reset() the next calls try again."
-    )
-    run.owner.release()
-    for _ in range(3):
-        assert call(run, torch.ones(3), 3) == [[2.0] * 3]
-    assert counts(run) == (3, 2, 4, 2)
 
 
 def test_reset_has_a_failed_capture_tried_again():
@@ -170,12 +146,13 @@ def test_an_error_that_comes_again_without_a_graph_is_the_users():
             raise ValueError(due[0])
         return [x * 2]
 
-    run = runner(fn, COPIED, on_failure=Blaming(Outcome(why="why")))
+    asked = Blaming(Outcome(why="why"))
+    run = runner(fn, COPIED, on_failure=asked)
     call(run, torch.ones(2))
     due.append("always")
     with pytest.raises(ValueError, match="always"):
         call(run, torch.ones(2))
-    assert run.on_failure.calls[1:] == ["forget"]
+    assert asked.calls[1:] == ["forget"]
     due[0] = "in captures"
     assert [call(run, torch.ones(2)) for _ in range(2)] == [[[2.0, 2.0]]] * 2
     assert (counts(run), run.failure) == ((1, 0, 0, 2), "why")

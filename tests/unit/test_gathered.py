@@ -8,7 +8,6 @@ import torch
 from torch.distributed import fsdp
 
 import cgpass
-from cgpass import torch_private
 from cgpass.runtime import gathered
 from cgpass.runtime.owner import StorageSet
 
@@ -75,14 +74,6 @@ def test_memory_is_made_between_begin_and_end(gathers):
     assert gathers[2:] == [("begin", "cpu"), ("end", "cpu")]
 
 
-def test_it_ends_after_an_error_too(gathers):
-    with pytest.raises(RuntimeError):
-        PARAM.alloc_storage(
-            torch.from_numpy(torch.zeros(3).numpy()).expand(5, 3)
-        )  # can't be enlarged
-    assert gathers == [("begin", "cpu"), ("end", "cpu")]
-
-
 def test_where_the_pool_can_not_grow_memory_is_made_outside_of_it(gathers, monkeypatch):
     """The allocator doesn't look for what others have cached as long as it is told of a pool."""
     _, tensor = made()
@@ -101,20 +92,6 @@ def test_where_the_pool_can_not_grow_memory_is_made_outside_of_it(gathers, monke
     PARAM.alloc_storage(tensor)
     assert tensor.untyped_storage().nbytes() == 32
     assert tries == [3, 4]  # behind a "begin", then behind its "end"
-
-
-def test_what_died_is_forgotten():
-    param, tensor = made()
-    assert list(gathered._gathered) == [tensor.untyped_storage()]
-    param.all_gather_outputs.clear()
-    del tensor
-    assert not list(gathered._gathered)
-
-
-def test_nothing_is_patched_without_fsdp(monkeypatch):
-    monkeypatch.delitem(sys.modules, PARAM.__name__)
-    torch_private.around_gathering(gathered._allocating, lambda storage: None)
-    assert not list(gathered._gathered)
 
 
 @pytest.fixture

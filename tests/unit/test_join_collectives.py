@@ -1,15 +1,10 @@
 """Each partition waits for the collectives that it starts."""
 
-import operator
-
 import pytest
 import torch
-import torch.distributed as dist
 from expecttest import assert_expected_inline
 
-import cgpass
 from cgpass import torch_private
-from cgpass.compile.facts import values
 from cgpass.compile.facts.partition_tag import get_tag
 from cgpass.compile.facts.text import graph_text
 from cgpass.compile.passes.base import PassContext, run_passes
@@ -26,7 +21,9 @@ GROUP = "0"
 def joined(fn, *shapes, unsafe=("aten::tanh",)):
     gm = fake_cuda_graph(fn, *shapes)
     passes = (Partition(frozenset(unsafe), 1), JoinCollectives())
-    return run_passes(passes, gm, PassContext(CUDA, "graph", "forward")).gm
+    gm = run_passes(passes, gm, PassContext(CUDA, "graph", "forward")).gm
+    assert not run_passes(passes[1:], gm, PassContext(CUDA, "graph", "forward")).modified
+    return gm
 
 
 def waited_elsewhere(x):
@@ -51,68 +48,47 @@ return add""",
     )
 
 
-def tags_of_waits(gm):
-    return [
-        (str(get_tag(node)), node.args[0].name)
-        for node in gm.graph.nodes
-        if node.target is torch_private.wait_tensor()
-    ]
+def waits_of(gm):
+    """Where a wait is, and for what."""
+    wait = torch_private.wait_tensor()
+    return [(str(get_tag(n)), n.args[0].name) for n in gm.graph.nodes if n.target is wait]
 
 
-def test_a_wait_stays_where_it_is():
-    def fn(x):
-        started = collectives.all_reduce(x.sin(), "sum", GROUP)
-        y = x.cos()
-        return collectives.wait_tensor(started) + y.tanh()
-
-    gm = joined(fn, (4,))
-    assert tags_of_waits(gm) == [("captured_0", "all_reduce")]
-    names = [node.name for node in gm.graph.nodes]
-    assert names.index("cos") < names.index("wait_tensor")
+def waited_here(x):
+    started = collectives.all_reduce(x.sin(), "sum", GROUP)
+    y = x.cos()
+    return collectives.wait_tensor(started) + y.tanh()
 
 
-def test_an_eager_partition_joins_too():
-    def fn(x):
-        started = collectives.all_reduce(x.tanh(), "sum", GROUP)
-        return collectives.wait_tensor(started).sin()
-
-    gm = joined(fn, (4,), unsafe=("aten::tanh", "_c10d_functional::all_reduce"))
-    assert tags_of_waits(gm)[0] == ("eager_0", "all_reduce")
+def started_eagerly(x):
+    return collectives.wait_tensor(collectives.all_reduce(x.tanh(), "sum", GROUP)).sin()
 
 
-def test_results_that_are_returned_and_lists_of_them():
-    def fn(x, y):
-        first, second = collectives.all_gather_into_tensor_coalesced([x.sin(), y.cos()], 2, GROUP)
-        return first, collectives.wait_tensor(second).exp(), x.tanh()
-
-    gm = joined(fn, (4,), (4,))
-    gathered = next(node for node in gm.graph.nodes if values.starts_collective(node))
-    results = [user for user in gathered.users if user.target is operator.getitem]
-    assert len(results) == 2
-    assert all(any(u.target is torch_private.wait_tensor() for u in r.users) for r in results)
-    returned = gm.graph.output_node().args[0][0]
-    assert returned.target is torch_private.wait_tensor()
+def returned(x):
+    first, second = collectives.all_gather_into_tensor_coalesced([x.sin(), x.cos()], 2, GROUP)
+    return first, collectives.wait_tensor(second).exp(), x.tanh()
 
 
-def test_a_result_that_nobody_reads_is_joined_too():
-    def fn(x):
-        first, _ = collectives.all_reduce_coalesced([x.sin(), x.cos()], "sum", GROUP)
-        return collectives.wait_tensor(first).exp()
-
-    gm = joined(fn, (4,))
-    started = next(node for node in gm.graph.nodes if values.starts_collective(node))
-    results = [user for user in started.users if user.target is operator.getitem]
-    assert sorted(result.args[1] for result in results) == [0, 1]
-    assert all(any(u.target is torch_private.wait_tensor() for u in r.users) for r in results)
+def unread(x):
+    first, _ = collectives.all_reduce_coalesced([x.sin(), x.cos()], "sum", GROUP)
+    return collectives.wait_tensor(first).exp()
 
 
-@pytest.mark.parametrize("fn", [waited_elsewhere, lambda x: x.sin().tanh().cos()])
-def test_nothing_is_done_twice_or_without_collectives(fn):
-    gm = joined(fn, (4,))
-    before = graph_text(gm)
-    result = run_passes((JoinCollectives(),), gm, PassContext(CUDA, "graph", "forward"))
-    assert not result.modified
-    assert graph_text(gm) == before
+@pytest.mark.parametrize(
+    ("fn", "waits"),
+    [
+        (waited_here, [("captured_0", "all_reduce")]),
+        (started_eagerly, [("eager_0", "all_reduce"), ("captured_1", "wait_tensor_default")]),
+        (returned, [("captured_0", "getitem_1"), ("captured_0", "getitem")]),
+        (unread, [("captured_0", "getitem"), ("captured_0", "getitem_1")]),
+    ],
+)
+def test_each_result_is_waited_for_where_it_was_started(fn, waits):
+    unsafe = ("aten::tanh", *(["_c10d_functional::all_reduce"] if fn is started_eagerly else []))
+    gm = joined(fn, (4,), unsafe=unsafe)
+    assert sorted(waits_of(gm)) == sorted(waits)
+    if fn is returned:
+        assert gm.graph.output_node().args[0][0].target is torch_private.wait_tensor()
 
 
 def test_simulated_recordings_communicate_with_nobody_and_refuse_what_they_do_not_wait_for():
@@ -129,26 +105,3 @@ def test_simulated_recordings_communicate_with_nobody_and_refuse_what_they_do_no
         graph, (out,) = driver.record(waits, [x], opaque=opaque)  # nobody is there to reduce with
         assert out.shape == x.shape
         graph.reset()
-
-
-@pytest.fixture
-def alone():
-    """A group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD.group_name
-    dist.destroy_process_group()
-
-
-def test_collectives_in_place_are_so_in_replays(alone):
-    def fn(x):
-        y = x * 2
-        same = collectives.wait_tensor(collectives.all_reduce_(y, "sum", alone))
-        return y + 1, same.sin()
-
-    wrapper = cgpass.CUDAGraphWrapper(fn, options={"driver": "simulated"})
-    for _ in range(4):
-        x = torch.randn(8)
-        found = wrapper(x)
-        assert torch.equal(found[0], x * 2 + 1)
-        assert torch.equal(found[1], (x * 2).sin())
-    assert wrapper.stats.replays >= 2

@@ -36,22 +36,6 @@ def test_outputs_of_a_partition_lie_as_it_was_traced():
         assert (second.stride(), third) == ((6, 1), 3)
 
 
-def test_strides_of_dimensions_of_one_element_are_no_reason_to_copy():
-    given = torch.zeros(1, 12)[:, :6]
-    run = outputs_as_traced(traced(lambda x: (x.clone(),), torch.zeros(1, 6)))(lambda args: [given])
-    assert run([torch.zeros(1, 6)])[0] is given
-
-
-def test_strides_follow_the_sizes_of_a_call():
-    gm = traced(lambda x: (x[:, 1:],), torch.zeros(4, 6), mode="symbolic")
-    run = outputs_as_traced(gm)(lambda args: [args[0][:, 1:].contiguous()])
-    for columns in (6, 9, 6, 3):
-        x = torch.randn(5, columns)
-        (out,) = run([x])
-        assert out.stride() == (columns, 1)
-        assert torch.equal(out, x[:, 1:])
-
-
 def test_the_same_geometry_may_be_right_for_one_size_and_wrong_for_another():
     gm = traced(
         lambda x, y: (x.new_zeros(2, y.shape[0])[:, :2],),

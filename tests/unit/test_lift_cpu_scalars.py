@@ -55,24 +55,6 @@ return (add,)""",
     assert boundaries(gm) == {}
 
 
-def test_a_constant_moves_to_the_device_at_compile_time():
-    gm = inference_graph(lambda x: x + torch.tensor([1.0, 2.0, 3.0]).to("cuda:0"), (3,))
-    assert boundaries(gm) == {"lift_fresh_copy": "cpu_tensor", "_to_copy": "host_to_device"}
-    assert lift(gm)
-    (add,) = calls(gm, aten.add.Tensor)
-    assert add.args[1].target == "_to_copy_on_cuda"
-    assert gm._to_copy_on_cuda.device == CUDA
-    assert boundaries(gm) == {}
-
-
-def test_a_constant_that_is_handed_out_is_copied_every_call():
-    gm = inference_graph(lambda x: (x, torch.tensor([1.0, 2.0]).to("cuda:0")), (3,))
-    assert lift(gm)
-    (clone,) = calls(gm, aten.clone.default)
-    assert clone in gm.graph.output_node().all_input_nodes
-    assert boundaries(gm) == {}
-
-
 def test_filled_tensors_are_made_on_the_device():
     def fn(x):
         return x * torch.full((), 2.0), x + torch.ones(3).to("cuda:0")
@@ -92,43 +74,64 @@ return (mul, add)""",
     assert boundaries(gm) == {}
 
 
-def test_what_is_computed_from_scalar_inputs_is_computed_on_the_device():
-    gm = inference_graph(lambda x, s: x * (s + 1), (3,), cpu())
+@pytest.mark.parametrize(
+    ("fn", "specs", "aten_kernels", "left"),
+    [
+        (lambda x: x + torch.tensor([1.0, 2.0, 3.0]).to("cuda:0"), [(3,)], False, {}),
+        (lambda x, s: x * (s + 1), [(3,), cpu()], True, {}),
+        (lambda x, s: x * s.sin(), [(3,), cpu()], False, {}),
+        (
+            lambda x, s: x * s.sin(),
+            [(3,), cpu()],
+            True,
+            {"sin": "cpu_number", "_to_copy_default": "lifted"},
+        ),
+        (
+            lambda x, s: x * s.sum(),
+            [(3,), cpu(3)],
+            False,
+            {"sum_1": "cpu_tensor", "_to_copy_default": "lifted"},
+        ),
+    ],
+    ids=["constant", "computed", "other function", "other function by aten", "computed otherwise"],
+)
+def test_what_is_left_on_the_host(fn, specs, aten_kernels, left):
+    gm = inference_graph(fn, *specs)
+    assert lift(gm, aten_kernels=aten_kernels)
+    assert boundaries(gm) == left
+
+
+def test_a_constant_that_is_handed_out_or_without_values_is_copied_every_call():
+    gm = inference_graph(lambda x: (x, torch.tensor([1.0, 2.0]).to("cuda:0")), (3,))
     assert lift(gm)
-    (add,) = calls(gm, aten.add.Tensor)
-    assert add.args[0].target is aten._to_copy.default
-    assert add.meta["val"].device == CUDA
+    (clone,) = calls(gm, aten.clone.default)
+    assert clone in gm.graph.output_node().all_input_nodes
     assert boundaries(gm) == {}
-
-
-def test_a_scalar_that_is_computed_otherwise_is_copied_where_it_is_computed():
-    gm = inference_graph(lambda x, s: x * s.sum(), (3,), cpu(3))
+    gm = inference_graph(lambda x: x * torch.tensor(2.0), (3,))
+    with fake_cuda():
+        gm._tensor_constant0 = torch.empty(())
     assert lift(gm)
-    (copied,) = calls(gm, aten._to_copy.default)
-    assert copied.prev.target is aten.sum.default
-    assert boundaries(gm) == {"sum_1": "cpu_tensor", "_to_copy_default": "lifted"}
+    assert list(boundaries(gm).values()) == ["cpu_number", "lifted"]
 
 
-def test_aten_s_kernels_compute_other_functions_of_scalars_on_the_host():
-    def fn(x, s):
-        return x * s.sin()
-
+def written_before(fn):
+    """A graph whose scalar is written before its only reader."""
     gm = inference_graph(fn, (3,), cpu())
-    assert lift(gm)
-    assert boundaries(gm) == {}
-    gm = inference_graph(fn, (3,), cpu())
-    assert lift(gm, aten_kernels=True)
-    assert boundaries(gm) == {"sin": "cpu_number", "_to_copy_default": "lifted"}
+    scalar = next(n for n in gm.graph.nodes if not n.meta["val"].dim())
+    (reader,) = scalar.users
+    with gm.graph.inserting_before(reader):
+        write = gm.graph.call_function(aten.fill_.Scalar, (scalar, 2.0))
+    write.meta["val"] = scalar.meta["val"]
+    return gm, reader, scalar
 
 
-def test_a_scalar_that_is_written_before_what_computes_with_it_is_computed_on_the_host():
-    gm = inference_graph(lambda x, s: x * (s + 1), (3,), cpu())
-    (add,) = calls(gm, aten.add.Tensor)
-    with gm.graph.inserting_before(add):
-        write = gm.graph.call_function(aten.fill_.Scalar, (add.args[0], 2.0))
-    write.meta["val"] = add.args[0].meta["val"]
+def test_a_scalar_that_is_written_before_its_reader_stays_on_the_host():
+    gm, _, _ = written_before(lambda x, s: x * (s + 1))
     assert lift(gm)
     assert boundaries(gm)["add"] == "cpu_number"
+    gm, mul, scalar = written_before(lambda x, s: x * s)
+    assert not lift(gm)
+    assert mul.args[1] is scalar
 
 
 class OnCpu(fx.Interpreter):
@@ -168,15 +171,6 @@ def test_aten_s_kernels_multiply_with_the_inverse_of_a_divisor():
     assert not torch.equal(result, x / s.float())
 
 
-def test_inductor_s_kernels_read_scalars_alike_wherever_they_lie():
-    gm = inference_graph(
-        lambda x, s: x * s / s, Spec((3,), torch.float16), cpu(dtype=torch.float64)
-    )
-    assert lift(gm)
-    assert [len(calls(gm, op)) for op in (aten.mul.Tensor, aten.div.Tensor)] == [1, 1]
-    assert len(calls(gm, aten._to_copy.default)) == 1
-
-
 @pytest.mark.parametrize(
     ("fn", "specs"),
     [
@@ -195,17 +189,6 @@ def test_what_is_no_needless_boundary_is_left_alone(fn, specs):
     assert graph_text(gm) == before
 
 
-def test_a_scalar_that_is_written_before_its_reader_is_refused():
-    gm = inference_graph(lambda x, s: x * s, (3,), cpu())
-    (mul,) = calls(gm, aten.mul.Tensor)
-    scalar = mul.args[1]
-    with gm.graph.inserting_before(mul):
-        write = gm.graph.call_function(aten.fill_.Scalar, (scalar, 2.0))
-    write.meta["val"] = scalar.meta["val"]
-    assert not lift(gm)
-    assert mul.args[1] is scalar
-
-
 def test_a_scalar_that_is_written_after_its_readers_is_lifted():
     def fn(x, s):
         y = x * s
@@ -215,14 +198,6 @@ def test_a_scalar_that_is_written_after_its_readers_is_lifted():
     gm = inference_graph(fn, (3,), cpu())
     assert lift(gm)
     assert "mul" not in boundaries(gm)
-
-
-def test_a_constant_without_values_is_copied_every_call():
-    gm = inference_graph(lambda x: x * torch.tensor(2.0), (3,))
-    with fake_cuda():
-        gm._tensor_constant0 = torch.empty(())
-    assert lift(gm)
-    assert list(boundaries(gm).values()) == ["cpu_number", "lifted"]
 
 
 def test_constants_move_as_real_tensors_while_tracing():

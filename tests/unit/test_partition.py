@@ -73,20 +73,6 @@ return (nonzero, nonzero_1, add)""",
     assert [note.code for note in result.notes] == ["dynamic_shape", "dynamic_shape"]
 
 
-def test_getitem_follows_its_producer():
-    def late_index(x):
-        top = x.max(0)
-        i = torch.nonzero(x)
-        return i, top[0], top[1]
-
-    gm = fake_cuda_graph(late_index, (4, 4))
-    producer, second = calls(gm, aten.max.dim)[0], node_named(gm, "getitem_1")
-    gm.graph.output_node().prepend(second)
-    partition(gm)
-    assert second.prev.prev is producer
-    assert partition_tag.get_tag(second) == partition_tag.get_tag(producer)
-
-
 def test_views_of_what_is_eager_are_copied_into_no_partition():
     def gradients(x):
         made = x.exp()
@@ -101,13 +87,6 @@ def test_views_of_what_is_eager_are_copied_into_no_partition():
     found = {name: str(partition_tag.get_tag(node_named(gm, name))) for name in order(gm)}
     assert found == {name: "eager_0" if name in eager else "captured_1" for name in found}
     assert [note.op for note in result.notes] == ["aten.exp.default"]
-
-
-def test_a_view_that_eager_operators_alone_read_is_no_partition_of_its_own():
-    gm = fake_cuda_graph(lambda x: (x.exp().t().exp(), x.relu()), (4, 4))
-    result = partition(gm, unsafe_ops=frozenset(["aten::exp"]))
-    assert len(tags(gm)) == 2
-    assert [note.op for note in result.notes] == ["aten.exp.default"] * 2
 
 
 def test_a_view_whose_size_comes_later_is_made_later():

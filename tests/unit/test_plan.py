@@ -11,7 +11,7 @@ from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.compile.passes.base import PassContext, run_passes
 from cgpass.compile.passes.outline import Outline
 from cgpass.compile.passes.partition import Partition
-from cgpass.compile.plan import Argument, Single, build_plan, whole_plan
+from cgpass.compile.plan import Argument, Single, build_plan
 from cgpass.runtime.executor import Executor, Plan, Step
 from cgpass.runtime.partition import PartitionRunner
 
@@ -54,28 +54,6 @@ def test_the_plan_of_an_outlined_graph():
         assert torch.equal(ours, theirs)
 
 
-def test_values_read_again_later_are_dropped_later():
-    def fn(x, y):
-        a = x.sin()
-        b = torch.nonzero(a).sum()
-        c = (a * b).cos()
-        d = torch.nonzero(c).sum()
-        return (a * c * d + y,)
-
-    gm, runs = outlined(fn, torch.ones(3), torch.ones(3))
-    plan = build_plan(gm, runs, frozenset({0}))
-    assert steps_of(plan) == [
-        ("captured_0", (0,), (2,), (0,)),
-        ("eager_1", (2,), (3,), ()),
-        ("captured_2", (2, 3), (4,), (3,)),
-        ("eager_3", (4,), (5,), ()),
-        ("captured_4", (2, 4, 5, 1), (6,), (2, 4, 5, 1)),
-    ]
-    assert (plan.num_inputs, plan.outputs, plan.visible) == (2, (6,), {0})
-    x, y = torch.randn(3), torch.randn(3)
-    assert torch.equal(Executor(plan, None)([x, y])[0], fn(x, y)[0])
-
-
 def test_host_numbers_are_steps_of_their_own():
     def fn(x):
         n = x.shape[0] * 2 + 1
@@ -101,13 +79,6 @@ def test_constants_of_the_graph_have_slots():
     assert (none, three) == (None, 3)
     assert same is x
     assert torch.equal(sin, x.sin())
-
-
-def test_the_plan_of_a_whole_graph():
-    plan = whole_plan(3, 2, lambda values: values[:2], "captured_0", frozenset({1}))
-    assert steps_of(plan) == [("captured_0", (0, 1, 2), (3, 4), (0, 1, 2))]
-    assert (plan.num_inputs, plan.outputs, plan.visible) == (3, (3, 4), {1})
-    assert Executor(plan, None)([5, 6, 7]) == [5, 6]
 
 
 def runner(*names):

@@ -51,13 +51,12 @@ def few(x, k):
     return torch.sin(x * k) + k
 
 
-def call(fn, numbers, **options):
+def call(fn, numbers, grad=False, **options):
     torch._dynamo.reset()
-    made = torch.compile(
-        fn, backend=cgpass.cgpass, options={"driver": "none", "compiler": "eager", **options}
-    )
+    options = {"driver": "none", "compiler": "eager", **options}
+    made = torch.compile(fn, backend=cgpass.cgpass, options=options)
     with fake_cuda():
-        x = torch.ones(3, device=CUDA)
+        x = torch.ones(3, device=CUDA).requires_grad_(grad)
         return [made(x, number) for number in numbers]
 
 
@@ -92,19 +91,5 @@ def test_a_number_that_is_saved_for_a_backward_is_computed_on_the_host_and_nobod
     def fn(x, k):
         return torch.exp(x * k) * torch.sin(x * k)
 
-    torch._dynamo.reset()
-    made = torch.compile(
-        fn,
-        backend=cgpass.cgpass,
-        options={
-            "driver": "none",
-            "compiler": "eager",
-            "min_partition_ops": 1,
-            "on_skip": "raise",
-        },
-    )
-    with fake_cuda():
-        x = torch.ones(3, device=CUDA).requires_grad_()
-        for number in (0.1, 0.2):
-            made(x, number)
+    call(fn, (0.1, 0.2), grad=True, min_partition_ops=1, on_skip="raise")
     assert plans == [["_to_copy_default", "captured_0", "eager_1"]]

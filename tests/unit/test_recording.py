@@ -62,18 +62,6 @@ def make(fn, *inputs, static=(), mutated=(), **settings):
     return recording
 
 
-@pytest.mark.parametrize("kind", INPUTS)
-def test_every_call_reads_its_own_input(kind):
-    value = INPUTS[kind]()
-    recording = make(lambda x: [x.clone()], value)
-    other = torch.zeros_like(value, memory_format=torch.preserve_format)
-    if not overlaps_itself(value):
-        value = torch.ones_like(value)
-    assert torch.equal(recording.run([value])[0], value)
-    if not overlaps_itself(INPUTS[kind]()):
-        assert torch.equal(recording.run([other])[0], other)
-
-
 def test_a_mutated_input_is_written_back_and_counted_twice():
     x, y = torch.zeros(4), torch.zeros(2, dtype=torch.float64)
     recording = make(lambda x, y: [x.add_(1).clone(), y + 1], x, y, mutated=(0,))

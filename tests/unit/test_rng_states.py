@@ -10,6 +10,7 @@ from cgpass.runtime.rng import ForwardState, caller_of, forward_states, run_with
 from tests.unit.runners import COPIED, OPAQUE, counts, runner
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+EXACT = pytest.mark.parametrize("exact", [True, False], ids=["exact", "paired"])
 
 
 class FakeGenerator:
@@ -61,11 +62,6 @@ def user(monkeypatch):
     return generator
 
 
-@pytest.fixture(autouse=True)
-def same_numbers():
-    torch.manual_seed(3)
-
-
 def draw(user, steps):
     """An operator that draws from whatever stands in for the user's generator; says where it drew."""
 
@@ -78,33 +74,63 @@ def draw(user, steps):
     return op
 
 
-def through(op):
-    """A graph of one pair: calls `op` through its state."""
-    return lambda args: [run_with_state(op, rng_state=args[-1])]
+def through(*ops):
+    """A graph that hands on its other inputs and calls each operator through its state."""
+
+    def graph(args):
+        others, states = args[: -len(ops)], args[-len(ops) :]
+        drawn = [run_with_state(op, rng_state=s) for op, s in zip(ops, states, strict=True)]
+        return [*others, *drawn]
+
+    return graph
 
 
-def call(fn, direction, *args, devices=(CUDA,), at=1, exact=True):
-    return caller_of(fn, direction, devices, at, exact=exact)(list(args))
+# ---- one call
 
 
-# ---- one operator
-
-
-def test_a_forward_draws_from_the_users_generator_and_notes_where(user):
-    user.offset = 40
-    where, positions = call(through(draw(user, 4)), "forward")
-    assert where == (7, 40)
-    assert user.where() == (7, 44)
-    assert positions.tolist() == [7, 40]
+@pytest.mark.parametrize("seed", [7, 2**64 - 1], ids=["small", "of torch.manual_seed(-1)"])
+def test_a_backward_draws_where_its_forward_noted_that_it_drew(user, seed):
+    user.seed, user.offset = seed, 40
+    graph = through(draw(user, 4))
+    a, positions, where = caller_of(graph, "forward", (CUDA,), 1, exact=True)(["a"])
+    assert (a, where, user.where()) == ("a", (seed, 40), (seed, 44))
     assert positions.dtype is torch.int64
+    backward = caller_of(graph, "backward", (CUDA,), 1, exact=True)
+    assert backward(["a", positions, "b"]) == ["a", "b", (seed, 40)]
 
 
-def test_a_large_seed_travels(user):
-    """The seed of `torch.manual_seed(-1)` is 2**64 - 1."""
-    user.seed = 2**64 - 1
-    _, positions = call(through(draw(user, 4)), "forward")
-    backward = caller_of(through(draw(user, 4)), "backward", (CUDA,), 0, exact=True)
-    assert backward([positions]) == [(2**64 - 1, 0)]
+@pytest.mark.parametrize("devices", [(CUDA, CPU), (CPU, CUDA)], ids=["cuda first", "cpu first"])
+@EXACT
+def test_pairs_on_the_cpu_beside_pairs_on_cuda(user, devices, exact):
+    torch.manual_seed(3)
+    graph = through(
+        *(draw(user, 4) if d == CUDA else lambda: torch.rand(3).tolist() for d in devices)
+    )
+    user.offset = 40
+    *drawn, positions = caller_of(graph, "forward", devices, 2, exact=exact)([])
+    user.offset = 400
+    torch.rand(7)
+    before = torch.get_rng_state()
+    backward = caller_of(graph, "backward", devices, 0, exact=exact)
+    for _ in range(2):
+        assert backward([positions]) == drawn
+    assert user.where() == (7, 400)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_paired_has_another_seed_for_each_pair_and_the_same_for_the_same_step(user):
+    graph = through(draw(user, 4), draw(user, 12))
+    forward = caller_of(graph, "forward", (CUDA, CUDA), 2, exact=False)
+    first, second, _ = forward([])
+    assert first[0] != second[0]
+    assert user.where() == (7, rng._STEPS_OF_A_CALL)  # far past what either drew
+    third, *_ = forward([])
+    assert third[0] == first[0]
+    assert third[1] != first[1]
+    user.manual_seed(7)
+    assert forward([])[:2] == [first, second]
+    user.manual_seed(8)
+    assert forward([])[0] != first
 
 
 @pytest.mark.parametrize("device", [CUDA, CPU], ids=str)
@@ -122,26 +148,18 @@ def test_an_error_in_an_operator_puts_the_users_generator_back(user, device):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_state_on_the_cpu_moves_on():
-    state, same = (torch.Generator().manual_seed(9) for _ in range(2))
-    before = torch.get_rng_state()
-    drawn = [run_with_state(torch.rand, 3, rng_state=state) for _ in range(2)]
-    assert all(torch.equal(x, torch.rand(3, generator=same)) for x in drawn)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 # ---- a partition's replays
 
 
-def states_in(user, count):
-    """States of a call's pairs, and what notes where they drew."""
+def state_in(user):
+    """The state of a call's only pair, and what notes where it drew."""
     positions = rng._Positions()
-    positions.by_number = [(0, 0)] * count
-    return [ForwardState(user, positions, n) for n in range(count)], positions
+    positions.by_number = [(0, 0)]
+    return ForwardState(user, positions, 0), positions
 
 
 def test_in_a_capture_nobody_notes_a_position(user, monkeypatch):
-    (state,), positions = states_in(user, 1)
+    state, positions = state_in(user)
     monkeypatch.setattr(torch_private, "is_capturing", lambda: True)
     user.offset = 40
     run_with_state(draw(user, 4), rng_state=state)
@@ -149,7 +167,7 @@ def test_in_a_capture_nobody_notes_a_position(user, monkeypatch):
 
 
 def test_on_the_cpu_the_operator_notes_it_in_a_replay_too():
-    (state,), positions = states_in(torch.default_generator, 1)
+    state, positions = state_in(torch.default_generator)
     assert state.start() is None
     assert state.distance(None) == 0
     before = torch.get_rng_state()
@@ -160,8 +178,7 @@ def test_on_the_cpu_the_operator_notes_it_in_a_replay_too():
 
 def test_a_runner_learns_the_distance_of_each_shape(user):
     """A kernel that a graph launches draws from where the user's generator then stands."""
-    (state,), positions = states_in(user, 1)
-    user.offset = 0
+    state, positions = state_in(user)
 
     def kernels(x, rng_state):
         user.set_offset(user.get_offset() + 4 * x.numel())
@@ -179,69 +196,11 @@ def test_a_runner_learns_the_distance_of_each_shape(user):
     assert forward_states([torch.ones(1), state, 3], (1, 2)) == (state,)
 
 
-# ---- paired
-
-
-def test_paired_has_another_seed_for_each_pair_and_the_same_for_the_same_step(user):
-    def two(args):
-        return [
-            run_with_state(draw(user, n), rng_state=s)
-            for n, s in zip((4, 12), args[-2:], strict=True)
-        ]
-
-    forward = caller_of(two, "forward", (CUDA, CUDA), 2, exact=False)
-    first, second, _ = forward([])
-    assert first[0] != second[0]
-    assert user.where() == (7, rng._STEPS_OF_A_CALL)  # far past what either drew
-    third, *_ = forward([])
-    assert third[0] == first[0]
-    assert third[1] != first[1]
-    user.manual_seed(7)
-    assert forward([])[:2] == [first, second]
-    user.manual_seed(8)
-    assert forward([])[0] != first
-
-
-# ---- both devices
-
-
-@pytest.mark.parametrize("devices", [(CUDA, CPU), (CPU, CUDA)], ids=["cuda first", "cpu first"])
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "paired"])
-def test_pairs_on_the_cpu_beside_pairs_on_cuda(user, devices, exact):
-    ops = [draw(user, 4) if d == CUDA else lambda: torch.rand(3).tolist() for d in devices]
-
-    def graph(args):
-        return [run_with_state(op, rng_state=s) for op, s in zip(ops, args[-2:], strict=True)]
-
-    user.offset = 40
-    *drawn, positions = call(graph, "forward", devices=devices, at=2, exact=exact)
-    user.offset = 400
-    torch.rand(7)
-    before = torch.get_rng_state()
-    backward = caller_of(graph, "backward", devices, 1, exact=exact)
-    for _ in range(2):
-        assert backward([torch.ones(1), positions, torch.ones(1)]) == drawn
-    assert user.where() == (7, 400)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_positions_are_where_the_graph_has_them(user):
-    def graph(args):
-        assert args[:-1] == ["a", "b"]
-        return ["x", "y", run_with_state(draw(user, 4), rng_state=args[-1])]
-
-    args = ["a", "b"]
-    outputs = caller_of(graph, "forward", (CUDA,), 1, exact=True)(args)
-    assert [outputs[0], *outputs[2:]] == ["x", "y", (7, 0)]
-    back = caller_of(graph, "backward", (CUDA,), 1, exact=True)
-    assert back(["a", outputs[1], "b"]) == ["x", "y", (7, 0)]
-
-
 # ---- refusals
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "paired"])
+@EXACT
 def test_a_capture_of_the_users_own_is_refused(user, monkeypatch, direction, exact):
     run = caller_of(through(draw(user, 4)), direction, (CUDA,), 0, exact=exact)
     monkeypatch.setattr(torch_private, "is_capturing", lambda: True)
@@ -263,6 +222,3 @@ def test_positions_that_hooks_made_something_else_of_are_refused(user):
         "where a forward's random operators drew was saved for its backward as an integer tensor, but came back as "
         "torch.float16: have your saved-tensor hooks leave tensors of integers as they are"
     )
-
-
-# ---- threads

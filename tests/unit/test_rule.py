@@ -112,23 +112,22 @@ def test_places_of_emptied_storages_are_not_new_for_others():
     assert part(X, torch_private.on_storage(there, X)).new == ()
 
 
-@pytest.mark.parametrize(("max_copied", "code"), [(8, None), (7, "too_large")])
-def test_what_is_too_large_to_be_copied_is_not(max_copied, code):
-    part, w = Partition(COPIED, STATIC, max_copied=max_copied), Parameter(X.clone())
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        ({"max_copied": 8}, None),
+        ({"max_copied": 7}, "too_large"),
+        ({"whole": (1,)}, "whole_storage"),
+    ],
+)
+def test_what_is_too_large_or_read_beside_its_view_is_not_copied(settings, code):
+    part, w = Partition(COPIED, STATIC, **settings), Parameter(X.clone())
     part(X, w)
     kept, w.data = w.data, X.clone()
     found = part(X, w)
     assert (found.code, found.copied) == (code, () if code else (1,))
     assert found.places == (places(w) if code else places(0))
     assert part(X, w).places == places(w), "it is in place from the next call on"
-    del kept
-
-
-def test_what_is_read_beside_its_view_is_not_copied():
-    part, w = Partition(COPIED, STATIC, whole=(1,)), Parameter(X.clone())
-    part(X, w)
-    kept, w.data = w.data, X.clone()
-    assert part(X, w).code == "whole_storage"
     del kept
 
 
@@ -150,13 +149,6 @@ def test_what_shares_memory_with_what_is_written_is_not_copied(written, other, c
         w.data = base[2:]
     assert part(X, v, w).code == code
     del kept
-
-
-def test_an_empty_tensor_lies_nowhere_and_is_never_new():
-    part, w = Partition(STATIC, STATIC), X.clone()
-    part(w, torch.empty(0))
-    found = part(w, torch.empty(0))
-    assert (found.new, found.places) == ((), places(w, 0))
 
 
 # ---- values of other recordings

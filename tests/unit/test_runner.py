@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from cgpass.errors import CaptureError
 from cgpass.runtime.capturing import is_any_capture_running as is_recording
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
@@ -23,74 +22,6 @@ def warnings(caplog):
 
 def sync(x):
     return [x * x.sum().item()]
-
-
-def test_a_failed_capture_runs_plainly_and_warns_once(caplog):
-    run = runner(sync, COPIED)
-    for _ in range(5):
-        assert call(run, X) == [[2, 2]]
-    assert counts(run) == (1, 0, 0, 4)
-    (message,) = warnings(caplog)
-    assert message.startswith(
-        "forward captured_0 can't be captured and runs without a graph from now on: RuntimeError: "
-    )
-    assert "_local_scalar_dense" in message
-    assert message.endswith(
-        "Move what waits for the device or reads data on the host out of the function to have the rest captured."
-    )
-    assert run.failure is not None
-
-
-def test_raise_tries_once():
-    tries = []
-
-    def fn(x):
-        tries.append(x)
-        return sync(x)
-
-    run = runner(fn, COPIED, on_skip="raise")
-    call(run, X)
-    messages = []
-    for _ in range(3):
-        with pytest.raises(CaptureError) as error:
-            call(run, X)
-        messages.append(str(error.value))
-    assert len(set(messages)) == 1
-    assert len(tries) == 2, "a warm-up and a capture"
-
-
-@pytest.mark.parametrize("on_skip", ["warn", "silent"])
-def test_the_users_own_error_passes_and_the_next_call_works(caplog, on_skip):
-    fail = []
-
-    def fn(x):
-        if fail:
-            raise ValueError("user's")
-        return [x * 2]
-
-    run = runner(fn, COPIED, on_skip=on_skip)
-    call(run, X)
-    fail.append(True)
-    with pytest.raises(ValueError, match=r"^user's$"):
-        call(run, X)
-    assert run.failure is None
-    fail.clear()
-    for _ in range(2):
-        assert call(run, X) == [[2, 2]]
-    assert counts(run) == (1, 1, 2, 0)
-    assert warnings(caplog) == []
-
-
-def test_a_foreign_capture_runs_plainly(monkeypatch):
-    run = runner(lambda x: [x * 2], COPIED)
-    call(run, X)
-    call(run, X)
-    with monkeypatch.context() as patch:
-        patch.setattr(SimulatedDriver, "is_capturing", lambda self: True)
-        assert call(run, X * 3) == [[6, 6]]
-    assert counts(run) == (1, 1, 1, 1)
-    assert call(run, X * 3) == [[6, 6]]
-    assert counts(run) == (1, 1, 2, 1)
 
 
 def test_a_thread_that_records_what_it_never_ran_is_prepared_first():
@@ -151,23 +82,6 @@ def test_what_fails_in_thread_after_thread_is_not_tried_forever(caplog):
     assert counts(run) == (2, 0, 0, 5)
 
 
-def test_what_reads_a_plain_calls_outputs_runs_without_a_graph_too():
-    owner = Owner(SimulatedDriver())
-    forward = runner(lambda x, w: (x * w,), COPIED, STATIC, owner=owner)
-    backward = runner(lambda y: (y + 1,), POOLED, owner=owner)
-
-    def step(w):
-        outputs, _ = forward.run([X, w])
-        return call(backward, *outputs)
-
-    first, second = torch.ones(2), torch.full((2,), 2.0)
-    for w in (first, first, first, second, second):
-        assert step(w) == [(w + 1).tolist()]
-    assert counts(forward) == (2, 2, 3, 0)
-    assert counts(backward)[::3] == (1, 1)
-    assert counts(backward)[2] == 3
-
-
 # ---- Note [What a call does]: what was called before, and the row that the next call is
 
 
@@ -196,6 +110,12 @@ def bypassed():
 def closed():
     run, args, kept = calls(2, 2)
     run.owner.close()
+    return run, args, kept
+
+
+def inside_another_capture():
+    run, args, kept = calls(2, 2)
+    run.owner.driver.is_capturing = lambda: True
     return run, args, kept
 
 
@@ -277,6 +197,7 @@ def other_module(numbers=(2, 2), seen=False):
     [
         ("1", bypassed, (1, 1, 1, 0), (1, 1, 1, 1)),
         ("1", closed, (1, 1, 1, 0), (1, 1, 1, 1)),
+        ("1", inside_another_capture, (1, 1, 1, 0), (1, 1, 1, 1)),
         ("1", failed, (1, 0, 0, 1), (1, 0, 0, 2)),
         ("1", without_memory, (2, 1, 1, 1), (2, 1, 1, 2)),
         ("2", lambda: calls(2, 2), (1, 1, 1, 0), (1, 1, 2, 0)),
@@ -380,6 +301,14 @@ def test_what_moves_now_and_then_is_not_said_to_move_in_every_call(moves, caplog
         w.data = places[moves.get(n, 0)] if n in moves or n == 0 else w.data
         run.run([X, w])
     assert not warnings(caplog)
+
+
+def test_sizes_that_do_not_come_again_are_named_once(caplog):
+    run = runner(lambda x, n: [x * n], COPIED, SYMINT, max_recordings=2)
+    for n in range(20):
+        call(run, X, n)
+    (message,) = warnings(caplog)
+    assert "since each came with another value or layout of x1 (" in message
 
 
 def test_one_more_call_without_a_graph_leaves_known_how_far_operators_draw():

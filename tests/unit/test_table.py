@@ -75,17 +75,6 @@ def test_recordings_go_with_what_they_read_in_place(held):
     assert sizes(table) == (1 + held, 0)
 
 
-def test_a_key_whose_places_others_took_is_not_gone():
-    table, first = RecordingTable(4), torch.ones(2)
-    known = table.remember(seen("a", first))
-    del first
-    assert known.is_gone
-    second = torch.ones(2)
-    table.remember(seen("a", second))
-    assert known.made_for == (second.untyped_storage()._cdata,)
-    assert not known.is_gone
-
-
 def test_nothing_grows_over_5000_shapes():
     """Keys are forgotten with their storages, and the least recently used first."""
     table = RecordingTable(64)

@@ -1,5 +1,6 @@
-"""Graphs that AOTAutograd's cache keeps: what a second compilation has from there, and what it may not have."""
+"""Graphs that AOTAutograd's cache keeps: what a second compilation has from there, and what tells graphs apart."""
 
+import contextlib
 import gc
 import json
 import os
@@ -12,6 +13,7 @@ import torch
 from torch import fx
 from torch._dynamo.utils import counters
 from torch._guards import TracingContext, tracing
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -19,8 +21,12 @@ from torch.nn import functional as F
 
 import cgpass
 from cgpass import torch_private
+from cgpass.compile import warm_start
+from cgpass.options import Options
+from cgpass.torch_private import kept_graphs
 
 SIMULATED = {"driver": "simulated"}
+X = torch.ones(4, 8)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,23 +79,6 @@ def made():
 # ---- a hit
 
 
-@pytest.mark.parametrize("options", [{}, {"rng": "paired"}])
-def test_a_second_compilation_traces_nothing_and_is_the_same(options):
-    values, first, told = train(made(), **options)
-    assert (first["joint_graphs"], first["graphs_kept"], first["graphs"]) == (1, 0, 3)
-    misses = counters["inductor"]["fxgraph_cache_miss"]
-    again, second, told_again = train(made(), **options)
-    assert (second["joint_graphs"], second["graphs_kept"], second["graphs"]) == (0, 3, 3)
-    assert len(values) == len(again)
-    assert all(map(torch.equal, values, again))
-    for counted in (first, second):
-        del counted["joint_graphs"], counted["graphs_kept"]
-    assert first == second
-    assert second["replays"] > 0
-    assert told == told_again
-    assert counters["inductor"]["fxgraph_cache_miss"] == misses
-
-
 PROGRAM = """
 import sys, torch, cgpass
 torch._inductor.config.compile_threads = 1
@@ -122,70 +111,50 @@ def test_another_process_traces_nothing(tmp_path):
     assert warm["replays"] == cold["replays"] > 0
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_garbage_is_collected_as_before_once_graphs_were_read(monkeypatch, before):
-    train(made(), max_recordings=58)
-    read, found = torch_private.unpickled, []
-
-    def noting(data):
-        found.append(gc.isenabled())
-        return read(data)
-
-    monkeypatch.setattr(torch_private, "unpickled", noting)
-    (gc.enable if before else gc.disable)()
-    try:
-        train(made(), max_recordings=58)
-        assert gc.isenabled() is before
-    finally:
-        gc.enable()
-    assert found
-    assert not any(found)
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_what_can_not_be_read_is_traced_again(monkeypatch, number):
-    """The forward, or the backward behind one that was read."""
+@pytest.mark.parametrize("number", [None, 1, 2])
+def test_a_second_compilation_traces_what_it_cannot_read(monkeypatch, number):
+    """Nothing, or the forward, or the backward behind a forward that was read; results are the same."""
     options = {"max_recordings": 60, "rng": "paired"}
-    values, first, _ = train(made(), **options)
+    values, first, told = train(made(), **options)
     read, calls = torch_private.unpickled, []
 
     def broken(data):
-        calls.append(data)
+        calls.append(gc.isenabled())
         if len(calls) == number:
             raise ValueError("of another version")
         return read(data)
 
     monkeypatch.setattr(torch_private, "unpickled", broken)
-    again, counted, _ = train(made(), **options)
+    misses = counters["inductor"]["fxgraph_cache_miss"]
+    again, second, told_again = train(made(), **options)
     assert all(map(torch.equal, values, again))
-    assert counted["joint_graphs"] == 1
-    assert counted["replays"] == first["replays"]
-
-
-def read_again(mode, values, inputs):
-    """Values of nodes, and inputs, of a graph that was kept."""
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    x.meta["val"] = inputs[0]
-    nodes = [graph.call_function(torch.ops.aten.alias.default, (x,)) for _ in values]
-    for node, value in zip(nodes, values, strict=True):
-        node.meta["val"] = value
-    graph.output(tuple(nodes))
-    with tracing(TracingContext(mode)):
-        found, read = torch_private.unpickled(
-            torch_private.pickled(fx.GraphModule({}, graph), inputs)
-        )
-    return [node.meta["val"] for node in found.graph.output_node().all_input_nodes], read
+    assert second["joint_graphs"] == (number is not None)
+    assert second["replays"] == first["replays"] > 0
+    assert gc.isenabled()
+    if number is None:
+        assert not any(calls), "no garbage is collected while graphs are read"
+        assert (second["graphs_kept"], second["graphs"]) == (3, first["graphs"])
+        assert told == told_again
+        assert counters["inductor"]["fxgraph_cache_miss"] == misses
 
 
 def test_fake_tensors_that_are_views_stay_so():
     """What attention on CUDA returns, say: they know the mode of what they are views of."""
-    mode = FakeTensorMode(shape_env=ShapeEnv())
+    mode, graph = FakeTensorMode(shape_env=ShapeEnv()), fx.Graph()
     with mode:
         base = torch.randn(4, 4)
         views = [base.view(16), base.t()]
-    again, (read,) = read_again(mode, views, [base])
-    for view, new in zip(views, again, strict=True):
+    x = graph.placeholder("x")
+    x.meta["val"] = base
+    nodes = [graph.call_function(torch.ops.aten.alias.default, (x,)) for _ in views]
+    for node, value in zip(nodes, views, strict=True):
+        node.meta["val"] = value
+    graph.output(tuple(nodes))
+    with tracing(TracingContext(mode)):
+        data = torch_private.pickled(fx.GraphModule({}, graph), [base])
+        found, (read,) = torch_private.unpickled(data)
+    for view, node in zip(views, found.graph.output_node().all_input_nodes, strict=True):
+        new = node.meta["val"]
         assert (view.shape, view.stride()) == (new.shape, new.stride())
         assert new.untyped_storage()._cdata == read.untyped_storage()._cdata
         assert new._is_view()
@@ -207,26 +176,17 @@ def compiled(fn, *inputs, **options):
     return bool(found[1])
 
 
-X = torch.ones(4, 8)
-
-
-def test_constants_are_not_kept(caplog):
-    def fn(x):
-        return x * torch.tensor([1.0, 2.0] * 4)
-
-    saved = counters["aot_autograd"]["autograd_cache_saved"]
-    with caplog.at_level("WARNING"):
-        assert not compiled(fn, X)
-    assert not caplog.records
-    assert counters["aot_autograd"]["autograd_cache_saved"] == saved
-
-
-def test_classes_that_can_not_be_found_again_are_no_harm():
+def test_constants_and_classes_that_can_not_be_found_again_are_not_kept(caplog):
     class Local(torch.nn.Module):
         def forward(self, x):
             return x.sin() + 1
 
-    assert not compiled(torch.nn.Sequential(Local()), X)
+    saved = counters["aot_autograd"]["autograd_cache_saved"]
+    with caplog.at_level("WARNING"):
+        assert not compiled(lambda x: x * torch.tensor([1.0, 2.0] * 4), X)
+        assert counters["aot_autograd"]["autograd_cache_saved"] == saved
+        assert not compiled(torch.nn.Sequential(Local()), X)
+    assert not caplog.records
 
 
 def test_what_was_marked_static_since_is_no_hit():
@@ -244,3 +204,135 @@ def test_what_was_marked_static_since_is_no_hit():
         found.append([after[name] - before[name] for name in ("graphs_kept", "copied_bytes")])
         torch._dynamo.mark_static_address(cache)
     assert found == [[0, 2 * 2 * 128], [0, 2 * 128]]
+
+
+# ---- keys
+
+
+def key_of(fn, *inputs, **options):
+    """The key that AOTAutograd's cache is given for a function, without compiling it."""
+    found = []
+
+    def backend(gm, example_inputs):
+        cache = warm_start.GraphCache(lambda *_: None)
+        cache.find_key(gm, example_inputs, Options(**options))
+        found.append(cache.key)
+        return gm
+
+    torch.compiler.reset()
+    torch.compile(fn, backend=backend)(*inputs)
+    (key,) = found
+    return key
+
+
+def sine(x):
+    return x.sin() + 1
+
+
+class Renamed(CustomGraphPass):
+    """A pass of the user's."""
+
+    def __call__(self, graph):
+        pass
+
+    def uuid(self):
+        return "renamed"
+
+
+@contextlib.contextmanager
+def put(change, value, before):
+    change(value)
+    try:
+        yield
+    finally:
+        change(before)
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+        lambda: torch_private.replaced(torch.backends.cudnn, "enabled", False),
+        lambda: torch_private.replaced(torch.backends.opt_einsum, "strategy", "greedy"),
+        lambda: put(torch.set_default_dtype, torch.float64, torch.float32),
+        lambda: put(torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp, True, False),
+        lambda: torch._functorch.config.patch(activation_memory_budget_solver="greedy"),
+    ],
+)
+def test_keys_tell_apart_what_torchs_may_not(context):
+    key = key_of(sine, X)
+    with context():
+        other = key_of(sine, X)
+    assert None is not other != key
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's own
+def test_a_key_is_the_same_for_the_same_alone():
+    place, leaf = torch.ones(8, 8), torch.ones(4, 8, requires_grad=True)
+    calls = [
+        lambda: key_of(sine, leaf),
+        lambda: key_of(sine, leaf * 1),
+        lambda: key_of(sine, leaf, rng="paired"),
+        lambda: key_of(sine, place[4:]),
+        lambda: key_of(sine, X, inductor={"post_grad_custom_pre_pass": Renamed()}),
+    ]
+    keys = [call() for call in calls]
+    assert keys == [call() for call in calls]
+    assert None not in keys
+    assert len(set(keys[:4])) == 4
+    source, lines = "def fn(x):\n    return x.sin() + 1\n", []
+    for number in range(2):
+        space = {}
+        exec(compile("\n" * number + source, "<given>", "exec"), space)
+        lines.append(key_of(space["fn"], X))
+    assert lines[0] != lines[1]
+
+
+@torch.library.custom_op("cgpass_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+doubled.register_fake(torch.empty_like)
+
+
+def packs(x):
+    return x
+
+
+def test_what_has_no_key(monkeypatch, caplog):
+    """Operators of others, memory that inputs share, symbolic sizes, and what fails."""
+    assert key_of(lambda x: doubled(x) + 1, X) is None
+    assert key_of(lambda x, y: x.add_(1) + y, X, X.view(8, 4).view(4, 8)) is None
+    x = X.clone()
+    torch._dynamo.mark_dynamic(x, 0)
+    assert key_of(sine, x) is None
+    monkeypatch.setattr(torch_private, "told_by_no_key", lambda: 1 / 0)
+    with caplog.at_level("INFO", "cgpass"):
+        assert key_of(sine, X) is None
+    assert "AOTAutograd's cache is left out: division by zero" in caplog.text
+
+
+def patched(module, name, value):
+    return lambda: module.patch({name: value})
+
+
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning")
+@pytest.mark.parametrize(
+    "context",
+    [
+        patched(torch._functorch.config, "enable_autograd_cache", False),
+        patched(torch._functorch.config, "strict_autograd_cache", True),
+        patched(torch._functorch.config, "joint_custom_pass", packs),
+        patched(torch._functorch.config, "activation_memory_budget_solver", packs),
+        patched(torch._inductor.config, "fx_graph_cache", False),
+        patched(torch.compiler.config, "force_disable_caches", True),
+        patched(torch._dynamo.config, "compiled_autograd", True),
+        lambda: torch.autograd.graph.saved_tensors_hooks(packs, packs),
+        lambda: torch_private.replaced(kept_graphs, "has_process_groups", lambda: True),
+    ],
+)
+def test_where_traces_are_not_all_that_the_keys_tell_there_is_no_key(context):
+    with context():
+        assert key_of(sine, X) is None
