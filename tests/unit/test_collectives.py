@@ -138,34 +138,6 @@ def test_captures_by_hand_replay_what_communicates(alone, fn):
     assert wrapped.stats.replays == 3
 
 
-def test_what_nothing_waits_for_is_refused_with_what_to_do(alone, caplog):
-    options = {"driver": "simulated"}
-
-    def fn(x):
-        all_reduce(x * 2, "sum", alone)
-        return x.sin()
-
-    wrapped = cgpass.CUDAGraphWrapper(fn, options=options)
-    for _ in range(2):
-        wrapped(torch.ones(4))
-    assert (
-        "unjoined work: _c10d_functional.all_reduce.default; wait for it in what is captured (wait_tensor)"
-        in caplog.text
-    )
-
-
-def test_no_graph_has_the_host_wait_for_others(alone, caplog):
-    def fn(x):
-        dist.barrier()
-        return x.sin()
-
-    wrapped = cgpass.CUDAGraphWrapper(fn, options={"driver": "simulated"})
-    for _ in range(3):
-        wrapped(torch.ones(4))
-    assert wrapped.stats.replays == 0
-    assert "operation not permitted when stream is capturing: c10d.barrier" in caplog.text
-
-
 class Work:
     """Of a collective in place."""
 
