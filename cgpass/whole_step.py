@@ -38,7 +38,7 @@ from cgpass import telemetry, torch_private
 from cgpass.backend import cgpass
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.compile.option_names import parse_options
-from cgpass.compile.plan import whole_plan
+from cgpass.compile.plan import Argument, Single, whole_plan
 from cgpass.compile.training import TrainingCall, here
 from cgpass.errors import InputError, OptionError
 from cgpass.options import Options
@@ -637,15 +637,19 @@ class _Whole:
         self._forward: _Boxed = forward.executor
         self._backward: _Boxed = backward.executor
         part = _runners(forward.executor)[0]
-        self.is_one = all(fn.executor.plan.is_one_partition for fn in (forward, backward))
+        first, second = Single.of(forward.executor.plan), Single.of(backward.executor.plan)
+        self.is_one = first is not None and second is not None
         """True if one graph can hold all of it."""
+        self._arguments: Mapping[int, Argument] = {}
+        """Inputs that are scalars on the CPU, and are put on the device before."""
         self._take_leaves = taker(self._positions)
         self._contents: tuple[list[Any], bytes] = fast.contents(self._take_leaves(args), ())
         self._update = update
         self._looks = -1
-        infos, leaves = list(part.layout.infos), self._positions
-        if self.is_one:
-            self._forward, self._backward = part.fn, _runners(backward.executor)[0].fn
+        leaves: Sequence[int] = self._positions
+        if first is not None and second is not None:
+            infos, self._arguments = first.infos(), first.arguments
+            self._forward, self._backward = first.run, second.run
             update.known_as.update((id(args[n]), infos[n].name) for n in leaves)
         else:
             gradient = InputInfo("a gradient", InputKind.POOLED, mutated=True)
@@ -679,12 +683,10 @@ class _Whole:
         update = self._update
         if not training.is_plain(args):
             return "autograd is in a mode of its own in this call"
-        before, self._contents = (
-            self._contents,
-            fast.contents(self._take_leaves(args), self._contents),
-        )
-        if before[0] is not self._contents[0]:
+        contents = fast.contents(self._take_leaves(args), self._contents)
+        if contents[0] is not self._contents[0]:
             self._looks = -1
+        self._contents = contents
         if 0 in fast.requiring_grad(self._leaves):
             return (
                 "a parameter was frozen, which torch 2.11 does not notice; torch.compiler.reset()"
@@ -703,6 +705,8 @@ class _Whole:
         update.grad_norm = None  # the step itself must not hold what a replay writes
         with torch.no_grad():
             inputs, outputs = training.begin(args), []
+            for n, put in self._arguments.items():
+                (inputs[n],) = put([inputs[n]])
             if not self.is_one:
                 outputs, inputs = self._gradients(inputs)
                 inputs += self._leaves

@@ -73,7 +73,7 @@ run_pytest() {
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" TORCHINDUCTOR_COMPILE_THREADS="${TORCHINDUCTOR_COMPILE_THREADS:-2}"
   fi
   timeout --signal=INT --kill-after=15 "$limit" "$python" -m pytest -v -m "$marks" -o junit_family=xunit1 \
-    --junitxml="$scratch/report.xml" -p no:cacheprovider --tb=short ${options[@]+"${options[@]}"} tests "$@"
+    --junitxml="$scratch/report.xml" -p no:cacheprovider -p no:benchmark --tb=short ${options[@]+"${options[@]}"} tests "$@"
   "$python" -m benchlib.check --part "$part" --status $? --out "$out/$part.json" "$scratch/report.xml"
 }
 

@@ -2,12 +2,14 @@
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import fx
 
 from cgpass.compile.facts.capturability import is_argument
+from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.compile.facts.lines import user_line
 from cgpass.compile.facts.values import attribute, graph_outputs
 from cgpass.runtime.executor import Plan, Step
@@ -77,17 +79,62 @@ _BY_VALUE: Final = frozenset(
 """Dtypes of what Python's and NumPy's numbers become, every value of which `torch.full` takes as a number."""
 
 
-def _argument_step(node: fx.Node) -> Callable[[list[Any]], Sequence[Any]]:
+class Argument:
     """Puts a CPU scalar on the device. As a kernel's argument where it can: nothing is staged, nothing waits."""
-    device = node.meta["val"].device
 
-    def run(values: list[Any]) -> Sequence[Any]:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __call__(self, values: list[Any]) -> Sequence[Any]:
+        """See `Step.run`; what lies on the device already stays there."""
         (scalar,) = values
-        if scalar.dtype in _BY_VALUE:
-            return (torch.full((), scalar.item(), dtype=scalar.dtype, device=device),)
-        return (scalar.to(device, non_blocking=True),)
+        if scalar.device.type == "cpu" and scalar.dtype in _BY_VALUE:
+            return (torch.full((), scalar.item(), dtype=scalar.dtype, device=self._device),)
+        return (scalar.to(self._device, non_blocking=True),)
 
-    return run
+
+@dataclass(frozen=True)
+class Single:
+    """A plan with one partition, before which nothing is done but to put CPU scalars on the device."""
+
+    plan: Plan
+    runner: PartitionRunner
+    arguments: Mapping[int, Argument]
+    """Inputs of the graph that are such scalars."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Single | None":
+        """The same of a plan; None if it does more, or the partition does not read all other inputs."""
+        *first, last = plan.steps
+        moved = {step.inputs[0]: step.run for step in first if isinstance(step.run, Argument)}
+        if plan.constants or len(moved) != len(first) or not isinstance(last.run, PartitionRunner):
+            return None
+        known = {*last.inputs, *moved}
+        if not known.issuperset(range(plan.num_inputs)):
+            return None
+        return cls(plan, last.run, moved)
+
+    def infos(self) -> list[InputInfo]:
+        """What is known of each input of the graph, scalars on the device among them."""
+        known = dict(zip(self.plan.steps[-1].inputs, self.runner.layout.infos, strict=True))
+        return [
+            known.get(n) or InputInfo(f"number {n}", InputKind.COPIED)
+            for n in range(self.plan.num_inputs)
+        ]
+
+    def run(self, args: list[Any]) -> list[Any]:
+        """Call the graph without its runner, with the scalars on the device already; `args` is emptied."""
+        slots = args + [None] * (self.plan.num_slots - self.plan.num_inputs)
+        args.clear()
+        *first, last = self.plan.steps
+        for step in first:
+            slots[step.outputs[0]] = slots[step.inputs[0]]
+        inputs = [slots[n] for n in last.inputs]
+        for n in last.drops:
+            slots[n] = None
+        for n, output in zip(last.outputs, self.runner.fn(inputs), strict=True):
+            slots[n] = output
+        return [slots[n] for n in self.plan.outputs]
 
 
 def _host_step(node: fx.Node) -> Callable[[list[Any]], Sequence[Any]]:
@@ -124,7 +171,8 @@ class _Builder:
             elif node.op == "call_function" and node.target is not operator.getitem:
                 self._slots[node] = self._new_slot()
                 inputs = tuple(self._slots[n] for n in node.all_input_nodes)
-                run = _argument_step(node) if is_argument(node) else _host_step(node)
+                device = node.meta["val"].device if is_argument(node) else None
+                run = _host_step(node) if device is None else Argument(device)
                 self._steps.append((node.name, run, inputs, (self._slots[node],), ()))
         outputs = tuple(
             self._slots[value] if isinstance(value, fx.Node) else self._constant(value)

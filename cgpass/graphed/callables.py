@@ -157,7 +157,7 @@ class GraphedFunction:
                 if pair.is_free() and is_ready(pair.forward):
                     self._last = key
                     return pair, pair.take(now)
-        pair = self._record_again(owner, key, tensors, held=bool(pairs))
+        pair = self._record_again(owner, key, tensors, held=not all(pair.closed for pair in pairs))
         return pair, now if pair is None else pair.take(now)
 
     def _run_plainly(self, why: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -209,6 +209,7 @@ class GraphedFunction:
         self._last = None
         self._num_rerecords = 0
         self._pass.told.clear()
+        self._pass.records_backward = True
 
     def reset(self) -> None:
         """Free the graphs and their memory. The next call records again, capture-time hooks included."""

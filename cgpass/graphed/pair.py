@@ -39,6 +39,8 @@ from cgpass.runtime.recording import Recorder, Recording
 from cgpass.runtime.writes import extent, has_place
 from cgpass.telemetry import progress
 
+_PLAINLY = "runs a backward without a graph: {}."
+
 
 @contextlib.contextmanager
 def in_place(statics: Statics) -> Iterator[None]:
@@ -158,7 +160,10 @@ class Pair:
         """Run the hooks after the forward."""
         d, device = self.description, self._owner.driver.device
         results = [
-            torch.zeros((), dtype=dtype, device=device).expand(shape)
+            # of bytes: some dtypes have no zeros of their own
+            torch.zeros(dtype.itemsize, dtype=torch.uint8, device=device)
+            .view(dtype)[0]
+            .expand(shape)
             for shape, _, dtype in self._layouts
         ]
         d.hooks.run("forward", d.hooked, *self._arguments, self.structure.build(results))
@@ -187,6 +192,7 @@ class Pair:
         """Record the backward, with its hooks around; gradients are laid out as results are."""
         d = self.description
         d.hooks.run("pre_backward", d.hooked)
+        self.states.begin_backward()
         key, first = self._layout.static_key(args), len(args) - len(self._generators)
         for i, n in enumerate(self.graph.with_grad, first - len(self.graph.with_grad)):
             args[i] = self._gradient(n).copy_(args[i])
@@ -311,9 +317,7 @@ class Pair:
             args = [*saved[: self._num_saved], *members, *grads, *self._generators]
             saved.clear()
             grads.clear()
-            if call.position is not None:
-                self.states.rewind(call.position)
-            found = self._replay_backward(args)
+            found = self._replay_backward(args, call.position)
             if self._weight_grads is not None:
                 self.description.due.append(call)
             elif ends and not torch_private.keeps_graph():
@@ -333,19 +337,27 @@ class Pair:
         with no_autocast_cache():
             return self.graph.backward(saved, grads, members, self._wanted)
 
-    def _replay_backward(self, args: list[Any]) -> Sequence[Any]:
+    def _replay_backward(self, args: list[Any], position: Any) -> Sequence[Any]:
         d, owner = self.description, self._owner
         key = self._layout.static_key(args)
         recording = self._choose(args, key)
         if recording is None and not self.closed:
-            if self._records and len(self._backwards) > d.options.max_rerecords:
-                self._leave_plain("it reads other memory than max_rerecords recordings of it do")
+            records = self._records and d.records_backward
+            if records and len(self._backwards) > d.options.max_rerecords:
+                self._records = records = False
+                d.tell(
+                    _PLAINLY.format("it reads other memory than max_rerecords recordings of it do")
+                )
             # no rescue moved what is read
-            if self._records and key == self._layout.static_key(args):
+            if records and key == self._layout.static_key(args):
                 recording = self._record_in_call(args)
         if recording is None:
             d.stats.plain_calls += 1
             return self._run_graph(args)
+        if (
+            position is not None
+        ):  # what a recording of a backward draws from is known once it is recorded
+            self.states.rewind(position)
         outputs = recording.run(args)
         args.clear()
         d.stats.replays += 1
@@ -354,25 +366,20 @@ class Pair:
             owner.note_handed_out(recording)
         return outputs
 
-    def _leave_plain(self, why: str) -> None:
-        self._records = False
-        self.description.tell(f"runs a backward without a graph: {why}.")
-
     def _record_in_call(self, args: list[Any]) -> Recording | None:
-        owner = self._owner
+        d, owner = self.description, self._owner
         slot = owner.new_slot() if self._backwards else self._slot
         owner.driver.prepare_thread()
         try:
-            with in_place(self.statics) if self.description.hooks else contextlib.nullcontext():
+            with in_place(self.statics) if d.hooks else contextlib.nullcontext():
                 return self._record_backward(args, slot)
-        except CaptureError as error:
-            if self.description.backward_dw is None:
-                return self._leave_plain(str(error).rstrip("."))
-            self.close()
-            raise
-        except BaseException:
-            self.close()
-            raise
+        except BaseException as error:
+            self.close()  # memory of the forward may have been handed over to what failed
+            if not isinstance(error, CaptureError) or d.backward_dw is not None:
+                raise
+            d.records_backward = False
+            d.tell(_PLAINLY.format(str(error).rstrip(".")))
+            return None
 
     def _choose(self, args: list[Any], key: bytes) -> Recording | None:
         owner = self._owner

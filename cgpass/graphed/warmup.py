@@ -65,6 +65,8 @@ class Pass:
     """See `Differentiated.asks_again`."""
     due: deque[Any] = field(default_factory=deque)
     """Calls whose backward ran, but not yet what was split off, oldest first."""
+    records_backward: bool = True
+    """False once a backward could not be captured that no sample had recorded."""
     told: set[str] = field(default_factory=set)
     """The log."""
     _objects: list[Any] | None = None

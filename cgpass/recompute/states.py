@@ -217,11 +217,16 @@ class CheckpointStates:
 
     def rewind(self, position: Position) -> None:
         """Set what the recomputations draw from to `position`, from before their forward's replay."""
-        for spares, starts in [] if self.recorded is None else self.recorded.taken:
+        for spares, starts in [] if self.recorded is None else self.recorded.taken.values():
             for source, start in starts.items():
                 seed, offset = position[source]
                 spares[source].manual_seed(seed)
                 spares[source].set_offset(offset + start)
+
+    def begin_backward(self) -> None:
+        """Note that a backward of the captured forward is about to be captured; it may be, more than once."""
+        if self.recorded is not None:
+            self.recorded.recomputed = 0
 
     def require_registered(self, tracker: RNGStatesTracker, which: str, way_out: str = "") -> None:
         """Raise unless a tracker is the one whose states get registered."""
@@ -249,10 +254,10 @@ class Run:
         self.states = states
         self.starts: list[Mapping[Source, int]] = []
         """For each checkpoint, how far each state that it may draw from had advanced since the run began."""
-        self.taken: list[tuple[Mapping[Source, torch.Generator], Mapping[Source, int]]] = []
+        self.taken: dict[int, tuple[Mapping[Source, torch.Generator], Mapping[Source, int]]] = {}
         """For each captured recomputation, its spares and its checkpoint's `starts`."""
         self._base = base
-        self._recomputed = 0
+        self.recomputed = 0
 
     def tracker_for(self, tracker: RNGStatesTracker | None) -> RNGStatesTracker | None:
         """The graph's tracker, if neither a checkpoint's own nor the one in whose `fork` it is is another one."""
@@ -300,8 +305,8 @@ class Run:
         self, starts: Mapping[Source, int], *, capturing: bool
     ) -> Mapping[Source, torch.Generator]:
         """Return what the next recomputation draws from once it is captured; a warm-up makes it."""
-        spares, index = self.states.spares, self._recomputed
-        self._recomputed += 1
+        spares, index = self.states.spares, self.recomputed
+        self.recomputed += 1
         if index == len(spares) and not capturing:
             default = default_generator(self.states.device)
             spares.append({source: default.clone_state() for source in self._base})
@@ -311,7 +316,7 @@ class Run:
                 f"warm-up recomputed {len(spares)} times. Warm up with the same code, backward included, as is captured."
             )
         if capturing:
-            self.taken.append((spares[index], starts))
+            self.taken[index] = spares[index], starts
         return spares[index]
 
 

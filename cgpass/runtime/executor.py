@@ -49,14 +49,6 @@ class Plan:
     visible: frozenset[int] = frozenset()
     """Positions of outputs that the user gets."""
 
-    @property
-    def is_one_partition(self) -> bool:
-        """True if its one step gets what the graph gets, and returns what that returns."""
-        if len(self.steps) != 1 or self.constants:
-            return False
-        (step,) = self.steps
-        return step.inputs == tuple(range(self.num_inputs)) and step.outputs == self.outputs
-
 
 Run = Callable[[list[Any]], tuple[Sequence[Any], Recording | None]]
 """Runs a step: its outputs, and the recording that made them."""

@@ -40,16 +40,19 @@ class Point(NamedTuple):
 @functools.cache
 def _exits(code: CodeType) -> frozenset[int]:
     """Offsets at which a `with` statement is about to call `__exit__`."""
-    steps = [step for step in dis.get_instructions(code) if step.opname != "NOP"]
+    steps = list(dis.get_instructions(code))
     found = set()
     for k, step in enumerate(steps):
         names = [each.opname for each in steps[k : k + 3]]
         values = [each.argval for each in steps[k : k + 3]]
-        is_none = names == ["LOAD_CONST"] * 3 and values == [None] * 3
-        if is_none or step.opname in ("PUSH_EXC_INFO", "WITH_EXCEPT_START"):
+        if names == ["LOAD_CONST"] * 3 and values == [None] * 3:
             found.add(step.offset)
-        if is_none and k and steps[k - 1].opname == "SWAP":  # with a value that is returned
-            found.add(steps[k - 1].offset)
+            before = k - 1
+            while steps[before].opname in ("NOP", "SWAP"):  # with a value that is returned
+                found.add(steps[before].offset)
+                before -= 1
+        elif step.opname in ("PUSH_EXC_INFO", "WITH_EXCEPT_START"):
+            found.add(step.offset)
     return frozenset(found)
 
 

@@ -1,13 +1,19 @@
 """From outlined graphs to plans: slots, order, drops, constants."""
 
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.compile.passes.base import PassContext, run_passes
 from cgpass.compile.passes.outline import Outline
 from cgpass.compile.passes.partition import Partition
-from cgpass.compile.plan import build_plan, whole_plan
-from cgpass.runtime.executor import Executor
+from cgpass.compile.plan import Argument, Single, build_plan, whole_plan
+from cgpass.runtime.executor import Executor, Plan, Step
+from cgpass.runtime.partition import PartitionRunner
 
 CPU = torch.device("cpu")
 
@@ -102,3 +108,42 @@ def test_the_plan_of_a_whole_graph():
     assert steps_of(plan) == [("captured_0", (0, 1, 2), (3, 4), (0, 1, 2))]
     assert (plan.num_inputs, plan.outputs, plan.visible) == (3, (3, 4), {1})
     assert Executor(plan, None)([5, 6, 7]) == [5, 6]
+
+
+def runner(*names):
+    """What adds two inputs and doubles the second, and knows its inputs by name."""
+    found = Mock(spec=PartitionRunner)
+    found.fn = lambda values: (values[0] + values[1], values[1] * 2)
+    found.layout = SimpleNamespace(infos=[InputInfo(name, InputKind.COPIED) for name in names])
+    return found
+
+
+def test_one_partition_behind_scalars_that_are_put_on_the_device():
+    put = Step("put", Argument(CPU), (1,), (2,), (1,))
+    last = Step("captured_0", runner("x", "on the device"), (0, 2), (3, 4), (0, 2))
+    plan = Plan(2, 5, (put, last), (4, 3))
+    single = Single.of(plan)
+    assert list(single.arguments) == [1]
+    assert [info.name for info in single.infos()] == ["x", "number 1"]
+    args = [torch.tensor(3.0), torch.tensor(4.0)]
+    assert [value.item() for value in single.run(args)] == [8.0, 7.0]
+    assert args == []
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(
+            2,
+            5,
+            (Step("a host step", len, (1,), (2,)), Step("a", runner(), (0, 2), (3, 4))),
+            (4, 3),
+        ),
+        Plan(2, 4, (Step("does not read input 1", runner(), (0, 0), (2, 3)),), (2, 3)),
+        Plan(2, 5, (Step("returns a constant", runner(), (0, 1), (2, 3)),), (2, 4), ((4, 1),)),
+        Plan(2, 4, (Step("not captured", len, (0, 1), (2, 3)),), (2, 3)),
+    ],
+    ids=lambda plan: plan.steps[0].name,
+)
+def test_plans_that_do_more(plan):
+    assert Single.of(plan) is None

@@ -53,7 +53,7 @@ class Session:
         return cgpass.CUDAGraphWrapper(fn, options=self.options, **kwargs)
 
     def randn(self, *shape):
-        return torch.randn(*shape, generator=self.generator).to(self.device)
+        return torch.randn(*shape, generator=self.generator, device="cpu").to(self.device)
 
     def batches(self, *shape, count=8):
         return [self.randn(*shape) for _ in range(count)]

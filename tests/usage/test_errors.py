@@ -191,6 +191,7 @@ def test_after_reset_what_ran_out_of_memory_is_captured(setting):
     assert (counters["skips"], counters["partitions_captured"]) == (0, 1)
 
 
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch's, in a thread's first call
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_calls_from_several_threads(setting, compiler):
     def program(session):

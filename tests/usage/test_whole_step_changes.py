@@ -34,7 +34,11 @@ class Net(nn.Module):
 
     def forward(self, x):
         out = getattr(torch, self.name)(self.fn(self.dropout(self.body(x))))
-        return out * self.scale * sum(self.table) + self.shift + self.plain.to(x.device)
+        return out * self.scale * sum(self.table) + self.shift + self.plain
+
+    def _apply(self, fn, recurse=True):
+        self.plain = fn(self.plain)
+        return super()._apply(fn, recurse)
 
 
 def expected(changes, usual):
@@ -256,7 +260,7 @@ TENSORS = {
     "state in place": (each_state(lambda state: state["exp_avg"].mul_(0.5)), 4),
     "steps of the state": (each_state(lambda state: state["step"].fill_(2)), 4),
     "memory of state": (each_state(data_of_states), 4),
-    "a further state": each_state(lambda state: state.update(mine=torch.ones(1))),
+    "a further state": each_state(lambda state: state.update(mine=state["exp_avg"].new_ones(1))),
     "no state": lambda t: t.optimizer.state.clear(),
     "the optimizer loaded": loaded,
     "the model loaded": (model_loaded, 4),
@@ -278,18 +282,19 @@ def test_groups_states_and_tensors(way):
 
 
 ATTRIBUTES = {
-    "a number": attribute("scale", 2.5),
     "a name": attribute("name", "tanh"),
     "an item": lambda t: t.module.table.append(0.5),
     "a function": attribute("fn", torch.cos),
     "a buffer in place": (lambda t: t.module.shift.mul_(3), 4),
     "a buffer": (lambda t: t.module.register_buffer("shift", t.module.shift * 2), 4),
     "a tensor in place": (lambda t: t.module.plain.mul_(3), 4),
-    "a tensor": (attribute("plain", torch.full((8,), 0.5)), 4),
-    "dropout": lambda t: setattr(t.module.dropout, "p", 0.1),
+    "a tensor": (lambda t: setattr(t.module, "plain", t.module.plain * 0 + 0.5), 4),
     "eval": lambda t: t.module.eval(),
     "train": (lambda t: t.module.train(), 4),
+    "dropout": lambda t: setattr(t.module.dropout, "p", 0.1),
     "forward": lambda t: setattr(t.module.dropout, "forward", lambda x: x * 2),
+    "a number": attribute("scale", 2.5),
+    "another number": (attribute("scale", 1.25), 4),
 }
 
 

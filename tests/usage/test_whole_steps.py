@@ -205,6 +205,11 @@ def fused(cls, **settings):
     return lambda params: cls(params, lr=0.01, fused=True, **settings)
 
 
+def adagrad(params):
+    params = list(params)
+    return torch.optim.Adagrad(params, lr=0.01, fused=params[0].device.type == "cpu")
+
+
 def three_alike():
     return nn.ParameterList([nn.Parameter(torch.ones(4, 8)) for _ in range(3)])
 
@@ -350,7 +355,7 @@ USES = {
     "data swapped in every step": use(every=lambda training, _: swap_data(training)),
     "steps by hand": use(every=steps_by_hand),
     "frozen now and then": use(every=toggle, whole=None),
-    "adagrad": use(optimizer=fused(torch.optim.Adagrad), whole=0),
+    "adagrad": use(optimizer=adagrad, whole=0),
     "nesterov": use(optimizer=fused(torch.optim.SGD, momentum=0.9, nesterov=True)),
     "bfloat16": use(
         make=lambda: MLP().bfloat16(),
