@@ -276,7 +276,7 @@ class _Tape(torch_private.TorchDispatchMode):
         """Put back what was there before; memory that nobody had used before holds nothing of meaning."""
         for address, num_bytes in self._fresh.items():
             storage = torch_private.storage_at(address, num_bytes, torch.device("cpu"))
-            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(_POISON)
+            torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).fill_(_POISON)
         for address, content in self._before.items():
             torch_private.storage_at(address, content.nbytes(), torch.device("cpu")).copy_(content)
 
