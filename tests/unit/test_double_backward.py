@@ -10,6 +10,8 @@ from tests.unit.training_functions import OPTIONS, randn
 @pytest.mark.parametrize("op", [torch.exp, torch.tanh, lambda x: x.sin().exp(), lambda x: x * 2])
 def test_a_second_derivative_is_refused(made, op):
     """Whatever the backward reads: the input, the output, something in between, nothing."""
+    if not made.is_node and torch.__version__ < "2.14":
+        pytest.skip("zeros, as of AOTAutograd's function")
     x = randn(4)
     fn = made(op, x)
     (grad,) = torch.autograd.grad(fn(x).sum(), x, create_graph=True)
