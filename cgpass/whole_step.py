@@ -139,8 +139,6 @@ class TrainStep:
         self.calls = self.whole_calls = 0
         self.in_pieces: Counter[str] = Counter()
         """Calls that did not run as a whole, by the reason."""
-        self.raised: Counter[str] = Counter()
-        """Calls that raised, by the exception."""
         self._name = f"train_step of {getattr(loss_fn, '__qualname__', type(loss_fn).__qualname__)}"
         self._options = parse_options(options)
         self._update = update
@@ -185,8 +183,7 @@ class TrainStep:
             before = here.step
             try:
                 return self._call(batch, named, before)
-            except BaseException as error:
-                self.raised[type(error).__name__] += 1
+            except BaseException:
                 here.step = before
                 mend(open_modes)
                 raise
@@ -223,12 +220,11 @@ class TrainStep:
 
     def explain(self) -> str:
         """How calls ran, why not as one replay, and what the graphs read, a line each."""
-        pieces = self.calls - self.whole_calls - self.raised.total()
+        pieces = self.calls - self.whole_calls
         lines = [
             f"{self._name}: {many(self.calls, 'call')}, {self.whole_calls} as a whole, {pieces} in pieces"
         ]
         lines += [f"  {number} in pieces: {why}" for why, number in self.in_pieces.most_common()]
-        lines += [f"  {number} raised {error}" for error, number in self.raised.most_common()]
         whole = (each for each in self._variants.values() if isinstance(each, _Whole))
         lines += [f"  {line}" for each in whole for line in each.lines()]
         return "\n".join(lines)
@@ -685,12 +681,10 @@ class _Whole:
         update = self._update
         if not training.is_plain(args):
             return "autograd is in a mode of its own in this call"
-        before, self._contents = (
-            self._contents,
-            fast.contents(self._take_leaves(args), self._contents),
-        )
-        if before[0] is not self._contents[0]:
+        contents = fast.contents(self._take_leaves(args), self._contents)
+        if contents[0] is not self._contents[0]:
             self._looks = -1
+        self._contents = contents
         if 0 in fast.requiring_grad(self._leaves):
             return (
                 "a parameter was frozen, which torch 2.11 does not notice; torch.compiler.reset()"

@@ -8,11 +8,11 @@ Note [Graphs and process groups]
 
 On CUDA a replay orders everything by streams; here a call that starts a functional collective returns once its results
 are there, and one in place is waited for before the next call that uses its memory. As on CUDA nothing is
-communicated while it is recorded. What a capture refuses is refused here, too: work that it starts and does not wait for.
+communicated while it is recorded.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,11 +46,6 @@ def starts(func: Any) -> bool:
 def only_wraps(func: Any) -> bool:
     """Tell whether an operator makes a tensor that waits when it is used, and does nothing else."""
     return _is_of(func, _FUNCTIONAL) and func._opname == "_wrap_tensor_autograd"
-
-
-def holds_up_the_host(func: Any) -> bool:
-    """Tell whether an operator has the host wait for other processes."""
-    return _is_of(func, _IN_PLACE) and func._opname in ("barrier", "monitored_barrier_")
 
 
 def communicates(func: Any) -> bool:
@@ -158,31 +153,3 @@ def _only_views(func: Any) -> bool:
 
 def _extents(values: Any) -> list[tuple[int, int]]:
     return [extent(tensor) for tensor in tensors_in(values) if has_place(tensor)]
-
-
-class Unjoined:
-    """Collectives that a recording started and did not wait for so far."""
-
-    def __init__(self) -> None:
-        self._started: dict[int, str] = {}
-        """Names of operators, by address of a result."""
-
-    def note(self, func: Any, addresses: Iterable[int]) -> None:
-        """Note a call."""
-        if starts(func):
-            self._started.update(dict.fromkeys(addresses, str(func)))
-        elif _is_of(func, _FUNCTIONAL):
-            for address in addresses:
-                self._started.pop(address, None)
-
-    def refuse(self) -> None:
-        """Have the recording fail, as CUDA does, if something is left.
-
-        Raises:
-            RuntimeError: Something is.
-        """
-        if self._started:
-            names = ", ".join(sorted(set(self._started.values())))
-            raise RuntimeError(
-                f"capturing stream has unjoined work: {names}; wait for it in what is captured (wait_tensor)"
-            )

@@ -60,24 +60,23 @@ class ForwardState:
         self._positions = positions
         self._number = number
 
+    @property
+    def position(self) -> Any:
+        """Where the operator drew in this call."""
+        return self._positions.by_number[self._number]
+
+    @position.setter
+    def position(self, position: Any) -> None:
+        self._positions.by_number[self._number] = position
+
     def note(self) -> None:
         """The operator is about to draw; in a capture nobody can tell where."""
         if self._generator.device.type != "cuda" or not torch_private.is_capturing():
-            self._positions.by_number[self._number] = _position_of(self._generator)
+            self.position = _position_of(self._generator)
 
     def start(self) -> Any:
         """Return where a partition with this operator begins; nothing for generators that have no positions."""
         return _position_of(self._generator) if self._generator.device.type == "cuda" else None
-
-    def distance(self, start: Any) -> int:
-        """How far from its partition's start the operator drew, which ran plainly."""
-        return 0 if start is None else self._positions.by_number[self._number][1] - start[1]
-
-    def replayed(self, start: Any, distance: int) -> None:
-        """Note where a replay of the partition drew; on the CPU the operator itself has noted it."""
-        if start is not None:
-            seed, offset = start
-            self._positions.by_number[self._number] = (seed, offset + distance)
 
 
 def forward_states(args: Sequence[Any], among: Iterable[int]) -> tuple[ForwardState, ...]:
@@ -89,11 +88,14 @@ def note_positions(
     states: Sequence[ForwardState], start: Any, distances: list[int], *, replayed: bool
 ) -> None:
     """Note where a partition's operators drew. Distances from where it began are learnt of plain calls, used for replays."""
+    if start is None:  # on the CPU operators note it in a replay, too
+        return
+    seed, offset = start
     if replayed:
         for state, distance in zip(states, distances, strict=True):
-            state.replayed(start, distance)
+            state.position = seed, offset + distance
     else:
-        distances[:] = [state.distance(start) for state in states]
+        distances[:] = [state.position[1] - offset for state in states]
 
 
 class _Caller:

@@ -22,10 +22,8 @@ from cgpass.runtime.capturing import Capture, is_capturing_here
 from cgpass.runtime.collectives import (
     Alone,
     UnderWay,
-    Unjoined,
     communicates,
     completed,
-    holds_up_the_host,
     made_alone,
     only_wraps,
 )
@@ -191,7 +189,6 @@ class _Tape(torch_private.TorchDispatchMode):
         """Sizes of the blocks that are this recording's first of all."""
         # a dispatched call gets another Python object of the same generator
         self._registered = {_implementation(generator) for generator in generators}
-        self._unjoined = Unjoined()
         self._random_state = _random_state()
         """Of the default generator, after the last call that was taped."""
 
@@ -203,7 +200,7 @@ class _Tape(torch_private.TorchDispatchMode):
             return NotImplemented
         if only_wraps(func):
             return func(*args, **kwargs)
-        if _reads_on_host(func, args) or holds_up_the_host(func):
+        if _reads_on_host(func, args):
             _refuse(func)
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Generator) and _implementation(leaf) not in self._registered:
@@ -222,7 +219,6 @@ class _Tape(torch_private.TorchDispatchMode):
             self._call(func, args, kwargs),
         )
         grad = torch.is_grad_enabled()
-        self._unjoined.note(func, map(_address, tensors_in(out)))
         self.calls.append((completed(func), *where, grad, pytree.tree_map(self._where, out)))
         return out
 
@@ -242,7 +238,6 @@ class _Tape(torch_private.TorchDispatchMode):
         """Refuse what a capture can't end with."""
         if _random_state() != self._random_state:
             _refuse(f"torch.set_rng_state without setting it back, {_FOREIGN}")
-        self._unjoined.refuse()
 
     def _where(self, value: Any) -> Any:
         """A tensor that stands for `value`'s memory and holds nothing; constants are held."""
@@ -281,7 +276,7 @@ class _Tape(torch_private.TorchDispatchMode):
         """Put back what was there before; memory that nobody had used before holds nothing of meaning."""
         for address, num_bytes in self._fresh.items():
             storage = torch_private.storage_at(address, num_bytes, torch.device("cpu"))
-            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(_POISON)
+            torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).fill_(_POISON)
         for address, content in self._before.items():
             torch_private.storage_at(address, content.nbytes(), torch.device("cpu")).copy_(content)
 

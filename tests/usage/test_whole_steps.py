@@ -580,7 +580,6 @@ def interrupted(session):
             after = programs.state(training.module)
             assert all(map(torch.equal, before, after))
             assert all(p.grad is None for p in training.module.parameters())
-            assert " 1 raised " in training.step.explain()
         training.run(batch)
     return training.found()
 
@@ -695,8 +694,10 @@ def test_pieces_say_why(way, name, caplog):
     assert why in cgpass.summary()
 
 
-@pytest.mark.parametrize("scaler", [False, True])
-def test_parts_that_cannot_be_captured_run_in_turn(way, scaler):
+@pytest.mark.parametrize(
+    ("scaler", "outputs"), [(False, "shared"), (True, "shared"), (False, "owned")]
+)
+def test_parts_that_cannot_be_captured_run_in_turn(way, scaler, outputs):
     def change(training, number):
         if number == 4:
             training.optimizer.param_groups[0]["weight_decay"] = 0.5
@@ -714,7 +715,7 @@ def test_parts_that_cannot_be_captured_run_in_turn(way, scaler):
             assert "a graph of the update, recorded 3 times and replayed 5 times" in text
         return values
 
-    compared(way, program)
+    compared(way, program, outputs=outputs)
 
 
 def test_accumulation_adds_up(way):
@@ -792,9 +793,10 @@ def test_an_interrupted_capture_leaves_no_gradients(way, monkeypatch):
     assert training.step.whole_calls == 4
 
 
-def test_one_step_called_by_several_threads(way):
+@pytest.mark.parametrize("make", [MLP, HalfOnHost], ids=["whole", "in turn"])
+def test_one_step_called_by_several_threads(way, make):
     def program(session):
-        training = Training(session)
+        training = Training(session, make=make)
         batch, errors = session.randn(4, 8), []
 
         def run():
