@@ -124,3 +124,13 @@ def test_tensors_that_a_recording_cannot_read(value, text):
 @pytest.mark.parametrize("make", [torch.nn.Parameter, torch.nn.Buffer, torch.clone])
 def test_parameters_and_buffers_are_plain(make):
     check_tensor("x", make(torch.zeros(2)), CPU)
+
+
+@pytest.mark.parametrize(
+    ("known", "other"), [("is_resized", torch.zeros(3, 2)), ("whole_storage", torch.zeros(9)[3:])]
+)
+def test_what_no_integer_tells_belongs_to_it(known, other):
+    info = InputInfo("x", COPIED, **{known: True})
+    found = Layout((info,), check_static=True, check_layout=False)
+    assert found.shape_key([X]) == found.shape_key([X + 1])
+    assert found.shape_key([X]) != found.shape_key([other])
