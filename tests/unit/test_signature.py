@@ -80,3 +80,13 @@ class Subclass(torch.Tensor):
 def test_tensors_that_a_recording_cannot_read(value, text):
     with pytest.raises(InputError, match=text):
         check_tensor("x", value, CPU)
+
+
+@pytest.mark.parametrize(
+    ("known", "other"), [("is_resized", torch.zeros(3, 2)), ("whole_storage", torch.zeros(9)[3:])]
+)
+def test_what_no_integer_tells_belongs_to_it(known, other):
+    info = InputInfo("x", COPIED, **{known: True})
+    found = Layout((info,), check_static=True, check_layout=False)
+    assert found.shape_key([X]) == found.shape_key([X + 1])
+    assert found.shape_key([X]) != found.shape_key([other])
