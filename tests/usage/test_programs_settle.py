@@ -439,7 +439,6 @@ def test_nothing_grows_with_thousands_of_sizes(way, training, sizes, caplog):
     ]
     assert kept[0] == kept[1] == kept[2]
     assert all(each["keys"] <= 2 * 4096 for each in found[-1])
-    assert training or found[1] == found[2]
     assert max(plain_results) <= 64, plain_results
     assert max(calls_made) < 1.5 * calls_made[0], calls_made
     messages = [record.getMessage() for record in caplog.records]
