@@ -1,8 +1,8 @@
 """Raises errors everywhere in the runtime, one at a time, and checks that the program goes on as if it had not been.
 
     python scripts/faults.py --every 20
-    python scripts/faults.py --programs hooks,dropout
-    python scripts/faults.py --kind captures       # errors at operators
+    python scripts/faults.py --programs hooks,dropout --errors KeyboardInterrupt
+    python scripts/faults.py --kind captures       # errors at the operators of three models
     python scripts/faults.py --kind alarms         # signals, 2,000 over five programs
     python scripts/faults.py --every 10 --markdown docs/results/faults-cpu-torch2.14.md
 
@@ -36,11 +36,16 @@ from cgpass.runtime import native
 
 SECONDS = 120
 """For one fault and the runs after it; then the process ends, with all stacks."""
+SHOWN = 5
+"""Faults of a program that are printed."""
+MODELS = ("gpt", "convolutions", "attention")
 KINDS = {
-    "points": list(PROGRAMS),
-    "captures": ["dropout", "mutated_buffers", "host_sync"],
+    "points": [name for name in PROGRAMS if name not in MODELS],
+    "captures": list(MODELS),
     "alarms": ["held_now_and_then", "dropout", "train_step_adamw", "pending_calls", "host_sync"],
 }
+ALARMS = 480
+"""Of each program."""
 TEXTS = {
     "points": "An error raised at a line or native call of the runtime",
     "captures": "An error raised at an operator, in warm-ups, captures and calls without a graph",
@@ -58,9 +63,9 @@ def main() -> int:
     add("--every", type=int, default=1, metavar="K", help="take each K-th fault")
     add("--per-line", type=int, default=3, metavar="N", help="times a line is hit")
     add("--errors", default="", help="one a point in turns by default; or names: each")
-    add("--at", default="", help="only faults whose text has this, as in recording.py:210")
     add("--driver", default="simulated", choices=("simulated", "cuda"))
     add("--seed", type=int, default=0)
+    add("--at", default="", help="only faults whose text has this, as in recording.py:210")
     add("--markdown", type=Path, help="where the table goes")
     given = parser.parse_args()
     names = given.programs.split(",") if given.programs else KINDS[given.kind]
@@ -91,7 +96,7 @@ def run(name: str, given: argparse.Namespace) -> tuple[str, int, int, int]:
             else:
                 injected += 1
                 wrong += why is not None
-                if why is not None and wrong <= 5:
+                if why is not None and wrong <= SHOWN:
                     print(f"{name}: {text}: {why}", flush=True)
         if is_done:
             break
@@ -137,10 +142,10 @@ def faults(campaign: Campaign, given: argparse.Namespace) -> list[Fault]:
     if given.kind == "captures":
         found = campaign.captures()
     elif given.kind == "alarms":
-        found = campaign.alarms(480)
+        found = campaign.alarms(ALARMS)
     else:
-        errors = [error for error in ERRORS if error.__name__ in given.errors.split(",")]
-        found = campaign.faults(given.per_line, errors, given.seed)
+        errors = tuple(error for error in ERRORS if error.__name__ in given.errors.split(","))
+        found = campaign.faults(per_line=given.per_line, errors=errors, shift=given.seed)
     found = [(text, inject) for text, inject in found if given.at in text]
     return found[given.seed % given.every :: given.every]
 

@@ -131,6 +131,10 @@ def hold_all(s: Session, make: Callable[[], nn.Module], **options: Any) -> None:
         s.hold(call(x))
 
 
+def sizes(s: Session, *rows: int) -> list[torch.Tensor]:
+    return [x for n in rows for x in s.batches(n, 4, count=1)]
+
+
 @program
 @torch.no_grad()
 def held_now_and_then(s: Session) -> None:
@@ -144,6 +148,18 @@ def held_now_and_then(s: Session) -> None:
 
 
 @program
+def forwards_before_backwards(s: Session) -> None:
+    module, call = s.compiled(mlp())
+    batches = s.batches(3, 4, count=3)
+    for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
+        losses = [loss_of(call(x)) for x in batches]
+        for n in order:
+            losses[n].backward()
+        s.note(*losses)
+        s.note_gradients(module)
+
+
+@program
 def pending_calls(s: Session) -> None:
     module, call = s.compiled(mlp(), max_pending_calls=2)
     batches = s.batches(3, 4)
@@ -152,6 +168,28 @@ def pending_calls(s: Session) -> None:
         sum(losses).backward()
         s.note(*losses)
         s.note_gradients(module)
+
+
+@program
+def forgotten_forwards(s: Session) -> None:
+    module, call = s.compiled(mlp())
+    for n, x in enumerate(s.batches(3, 4, count=6)):
+        loss = loss_of(call(x))
+        s.hold(loss.detach())
+        if n % 2:
+            loss.backward()
+    s.note_gradients(module)
+
+
+@program
+def mutated_inputs(s: Session) -> None:
+    def fn(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        state.mul_(0.5).add_(x.sum(0))
+        return (x * state).tanh()
+
+    call, states = s.compile(fn), [torch.ones(4), torch.zeros(4)]
+    for n, x in enumerate(s.batches(3, 4, count=6)):
+        s.note(call(x, states[n % 2]), *states)
 
 
 @program
@@ -168,6 +206,35 @@ def moved_parameters(s: Session) -> None:
         s.hold(call(x))
 
 
+@program
+def loaded_weights(s: Session) -> None:
+    module, call = s.compiled(mlp())
+    first = [p.data for p in module.parameters()]
+    try:
+        for n, x in enumerate(s.batches(3, 4, count=6)):
+            if n == 3:
+                for p in module.parameters():
+                    p.data = p.data * 2
+            loss = loss_of(call(x))
+            loss.backward()
+            s.note(loss)
+            s.note_gradients(module)
+    finally:
+        for p, data in zip(module.parameters(), first, strict=True):
+            p.data = data
+
+
+@program
+def retain_graph(s: Session) -> None:
+    module, call = s.compiled(mlp())
+    for x in s.batches(3, 4):
+        loss = loss_of(call(x))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        s.note(loss)
+        s.note_gradients(module)
+
+
 class ReadsValue(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -178,6 +245,17 @@ class ReadsValue(nn.Module):
         x = self.first(x)
         count = (x.detach() > 0).sum().item()
         return self.second(x * (count + 1))
+
+
+@program
+def views_of_inputs(s: Session) -> None:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = (x * 2).sin()
+        return x[1:], y, y[0], x.t(), torch.empty(0)
+
+    call = s.compile(fn)
+    for x in s.batches(3, 4):
+        s.hold(*call(x))
 
 
 @program
@@ -205,6 +283,22 @@ def reset_in_the_middle(s: Session) -> None:
 
 @program
 @torch.no_grad()
+def wrapper(s: Session) -> None:
+    (weight,) = s.batches(4, 4, count=1)
+
+    def fn(x: torch.Tensor, k: int) -> dict[str, torch.Tensor]:
+        y = (x @ weight).tanh()
+        return {"y": y, "part": y[:k], "x": x}
+
+    call = s.once(lambda: cgpass.CUDAGraphWrapper(fn, options=s.options))
+    for x in s.batches(3, 4) * 2:
+        found = call(x, 2)
+        s.hold(found["y"], found["x"])
+        s.note(found["part"])
+
+
+@program
+@torch.no_grad()
 def wrapper_writes(s: Session) -> None:
     def fn(x: torch.Tensor, state: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
         state.add_(x.sum(0))
@@ -226,6 +320,18 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return cgpass.checkpoint(self.body, x * 2)
+
+
+@program
+def regional(s: Session) -> None:
+    layers = s.module(lambda: nn.Sequential(*(mlp()() for _ in range(3))))
+    calls = [s.compile(layer) for layer in layers]
+    for x in s.batches(3, 4):
+        for call in calls:
+            x = call(x)
+        loss_of(x).backward()
+        s.note(x)
+        s.note_gradients(layers)
 
 
 @program
@@ -278,6 +384,17 @@ def graph(s: Session) -> tuple[nn.Module, Any, list[torch.Tensor]]:
 
 
 @program
+def graphed(s: Session) -> None:
+    module, call, inputs = graph(s)
+    for x in inputs:
+        out = call(x)
+        s.hold(out.detach())
+        loss_of(out).backward()
+        s.note(x.grad)
+        s.note_gradients(module)
+
+
+@program
 def graphed_pending(s: Session) -> None:
     module, call, inputs = graph(s)
     for a, b in zip(inputs[::2], inputs[1::2], strict=True):
@@ -288,9 +405,52 @@ def graphed_pending(s: Session) -> None:
         s.note_gradients(module)
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), 0.1)
+
+
+class Tokens(nn.Module):
+    """Embedded tokens through two blocks, and a head that shares its weight with the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        feed = [
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+            for _ in "ab"
+        ]
+        self.blocks = nn.Sequential(Attention(), feed[0], Attention(), feed[1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.mul(5).long().abs().clamp(max=15)
+        return self.blocks(self.embedding(tokens)) @ self.embedding.weight.t()
+
+
+def convolutions() -> nn.Module:
+    def block(i: int, o: int) -> list[nn.Module]:
+        return [nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.ReLU()]
+
+    layers = [*block(3, 4), nn.MaxPool2d(2), *block(4, 4), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(4, 4))
+
+
 PROGRAMS |= {
+    "gpt": lambda s: train(s, Tokens, s.batches(2, 6)),
+    "convolutions": lambda s: train(s, convolutions, s.batches(2, 3, 8, 8)),
+    "attention": lambda s: train(
+        s, lambda: nn.Sequential(Attention(), Attention()), s.batches(2, 6, 8)
+    ),
     "more_sizes_than_recordings": lambda s: train(
-        s, mlp(), [x for n in (2, 3, 4) * 3 for x in s.batches(n, 4, count=1)], max_recordings=2
+        s, mlp(), sizes(s, *(2, 3, 4) * 3), max_recordings=2
     ),
     "dropout": lambda s: train(s, dropped, s.batches(8, 4)),
     "mutated_buffers": lambda s: train(s, mlp(lambda: nn.BatchNorm1d(4)), s.batches(6, 4)),
@@ -298,6 +458,7 @@ PROGRAMS |= {
     "checkpoint": lambda s: train(s, Checkpointed, s.batches(8, 4)),
     "paired_rng": lambda s: train(s, Checkpointed, s.batches(8, 4), rng="paired"),
     "owned_outputs": lambda s: hold_all(s, mlp(), outputs="owned"),
+    "host_sync_held": lambda s: hold_all(s, ReadsValue),
     "train_step_sgd": lambda s: step(s, torch.optim.SGD, {}, momentum=0.9),
     "train_step_adamw": lambda s: step(s, torch.optim.AdamW, {"max_norm": 1.0}),
     "train_step_pieces": lambda s: step(s, torch.optim.SGD, {"accumulate": 2}),
