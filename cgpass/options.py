@@ -1,7 +1,9 @@
 """Settings: `Options`, the process-wide defaults and the `CGPASS_*` variables."""
 
 import difflib
+import functools
 import json
+import logging
 import os
 import re
 import threading
@@ -13,6 +15,10 @@ from cgpass.errors import OptionError
 
 __all__ = ["Options", "current_defaults", "set_defaults"]
 
+log = logging.getLogger(__name__)
+
+_SCRIPTS_OWN: Final = frozenset({"CGPASS_VENV", "CGPASS_RANDOM_PROGRAMS"})
+"""Variables that this repository's scripts and tests read."""
 _ENV_PREFIX: Final = "CGPASS_"
 _OPERATOR: Final = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*(\.[A-Za-z_]\w*)?")
 
@@ -186,8 +192,8 @@ def _defaults() -> dict[str, Any]:
 
 
 def _from_environment() -> dict[str, Any]:
-    """Read `CGPASS_<OPTION>`; other variables of that prefix are somebody's own, unless they look misspelt."""
-    found = {}
+    """Read `CGPASS_<OPTION>`; say once which other variables of that prefix there are."""
+    found, unknown = {}, []
     for variable in sorted(os.environ):
         if not variable.startswith(_ENV_PREFIX):
             continue
@@ -199,7 +205,21 @@ def _from_environment() -> dict[str, Any]:
                 f"cgpass: environment variable {variable} is not an option; "
                 f"did you mean {_ENV_PREFIX}{near.upper()}?"
             )
+        elif variable not in _SCRIPTS_OWN:
+            unknown.append(variable)
+    if unknown:
+        _warn_of(", ".join(unknown))
     return found
+
+
+@functools.cache
+def _warn_of(unknown: str) -> None:
+    log.warning(
+        "cgpass: environment variables that are no options are ignored: %s; options are %s followed by one of %s",
+        unknown,
+        _ENV_PREFIX,
+        ", ".join(name.upper() for name in _SPECS),
+    )
 
 
 def _from_text(variable: str, name: str, text: str) -> Any:

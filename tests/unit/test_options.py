@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from cgpass import options
 from cgpass.errors import OptionError
 from cgpass.options import Options, current_defaults, set_defaults
 
@@ -66,6 +67,19 @@ def test_equal_options_hash_equal():
 def test_environment_variables_are_read(monkeypatch, variable, text, expected):
     monkeypatch.setenv(variable, text)
     assert current_defaults() == Options(**expected)
+
+
+def test_variables_that_are_no_options_are_named_in_one_warning(monkeypatch, caplog):
+    options._warn_of.cache_clear()
+    monkeypatch.setenv("CGPASS_SIMULATED", "1")
+    monkeypatch.setenv("CGPASS_OPTIONS", "{}")
+    assert current_defaults() == current_defaults() == Options()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith(
+        "cgpass: environment variables that are no options are ignored: CGPASS_OPTIONS, CGPASS_SIMULATED; options are "
+        "CGPASS_ followed by one of COMPILER, DRIVER, "
+    )
 
 
 def test_set_defaults_goes_before_the_environment(monkeypatch):
