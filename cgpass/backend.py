@@ -28,7 +28,7 @@ from cgpass.compile.passes.base import Direction, PassContext, run_passes
 from cgpass.compile.passes.rng_pairs import RngPairs, split_joint
 from cgpass.compile.training import TrainingCall
 from cgpass.compile.warm_start import GraphCache
-from cgpass.errors import DriverUnavailableError, OptionError
+from cgpass.errors import DoubleBackwardError, DriverUnavailableError, OptionError
 from cgpass.options import Options, nearest
 from cgpass.runtime import native
 from cgpass.runtime.driver import CUDADriver
@@ -182,7 +182,7 @@ class Compilation:
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Hand the graph to AOTAutograd with our split and our compilers."""
         told = progress.shown(f"compiling {self._source.place or 'a graph'}", self.options.progress)
-        with told, formulas.watched(gm):
+        with told, formulas.watched(gm), torch_private.double_backwards_raise(DoubleBackwardError):
             compiled = self._compile(gm, example_inputs)
         return self._training.around(compiled, gm)
 

@@ -61,6 +61,18 @@ class ReportError(CGPassError, ValueError):
     """A report can't be read, since it is none or of another version, or can't be written as asked."""
 
 
+class DoubleBackwardError(CGPassError, RuntimeError):
+    """Gradients of a compiled function were differentiated again, which `torch.compile` does not support."""
+
+    def __init__(self) -> None:
+        """With what to do about it."""
+        super().__init__(
+            "a gradient of a function compiled by cgpass was differentiated again: torch.compile does not support "
+            "double backward. Call what is differentiated twice (for a gradient penalty, say) without torch.compile, "
+            "or compute the inner gradient inside of the compiled function (torch.func.grad)."
+        )
+
+
 class CheckpointArgumentError(CGPassError, ValueError):
     """`cgpass.checkpoint` was called with what it can't take."""
 

@@ -17,6 +17,7 @@ from torch import fx
 
 from cgpass import torch_private
 from cgpass.compile.compilers import Boxed
+from cgpass.errors import DoubleBackwardError
 from cgpass.runtime import fast
 
 
@@ -34,8 +35,6 @@ _TWICE_WITHOUT_DETERMINISM = (
     "This compiled backward function is being run with torch.use_deterministic_algorithms(True), but it was previously "
     "generated during the forward function while torch.use_deterministic_algorithms(False) was set."
 )
-
-_DOUBLE_BACKWARD = "torch.compile with aot_autograd does not currently support double backward"
 
 _WRAPPED = (
     "AOTAutograd does more around the function than to call it, as where a result is a view or a detach() of another one "
@@ -183,6 +182,6 @@ def _run_backward(
 ) -> Sequence[Any]:
     """See `fast.attach`. A backward may be called in what Dynamo runs, and would be traced."""
     if saved is None or grads is None:
-        raise RuntimeError(_DOUBLE_BACKWARD)
+        raise DoubleBackwardError
     call, numbers = rest
     return call.run_backward(numbers, saved, grads)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from cgpass.torch_private.compiling import replaced
+
 
 def graph_task() -> int:
     """Number of the backward pass that this thread works for, negative outside of one. Numbers don't come back.
@@ -112,3 +114,59 @@ def checkpoint_hooks(
 def outside_dynamo(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn`, never traced by Dynamo, nor what it calls."""
     return torch._disable_dynamo(fn)
+
+
+@contextlib.contextmanager
+def double_backwards_raise(error: Callable[[], Exception]) -> Iterator[None]:
+    """Have what AOTAutograd compiles inside raise an error of ours where its gradients are differentiated again.
+
+    AOTAutograd makes an autograd function for each graph, whose gradients under `create_graph=True` end in a node that
+    raises; ours does before it.
+
+    Source: torch/_functorch/_aot_autograd/runtime_wrappers.py, `CompiledFunction`; _dynamo/decorators.py `skip`, 2.11 to
+    2.15.
+    """
+    from torch.autograd.function import FunctionMeta
+
+    init: Any = FunctionMeta.__init__
+
+    def noting(cls: Any, name: str, bases: Any, attrs: Any) -> None:
+        init(cls, name, bases, attrs)
+        if name == "CompiledFunction" and cls.__module__.startswith("torch._functorch."):
+            cls.backward = staticmethod(_once_differentiable(cls.backward, error))
+
+    with replaced(FunctionMeta, "__init__", noting):
+        yield
+
+
+def _once_differentiable(
+    backward: Callable[..., Any], error: Callable[[], Exception]
+) -> Callable[..., Any]:
+    from torch._dynamo.decorators import skip
+
+    def once(ctx: Any, *grads: Any) -> Any:
+        found = tuple(backward(ctx, *grads))
+        if not torch.is_grad_enabled():
+            return found
+        return _only_once(error, torch.empty(0, requires_grad=True), *found)
+
+    skip(once)  # where a compiled function calls the backward, Dynamo looks at each frame in it
+    return once
+
+
+class _OnlyOnce(torch.autograd.Function):
+    """Gradients under `create_graph=True`: theirs raise."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:  # pyrefly: ignore[bad-override]
+        ctx.error, _, *found = args
+        return tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
+        raise ctx.error()
+
+
+@outside_dynamo
+def _only_once(*args: Any) -> Any:
+    return _OnlyOnce.apply(*args)
