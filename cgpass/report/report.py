@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -75,13 +76,16 @@ class Report(Facts):
             path: Ends in .json for what `load` reads, in .html for a page to look at, in .txt for the text.
 
         Raises:
-            ReportError: Another ending, or the file can't be written.
+            ReportError: Another ending, or the file can't be written; then it is as it was.
         """
         path = Path(path)
         check_place(path)
+        said, part = WRITERS[path.suffix](self), path.with_suffix(f".{os.getpid()}.part")
         try:
-            path.write_text(WRITERS[path.suffix](self), encoding="utf-8")
+            part.write_text(said, encoding="utf-8")
+            part.replace(path)
         except OSError as error:
+            part.unlink(missing_ok=True)
             raise ReportError(f"{path} can't be written: {error.strerror}") from error
 
     def __str__(self) -> str:

@@ -6,6 +6,7 @@ Memory lies where CUDA's caching allocator would put it, what FSDP2 gathers in a
 Each step has so many forwards, and one backward.
 """
 
+import contextlib
 import ctypes
 import json
 import logging
@@ -80,11 +81,15 @@ def process(rank, library, pool, forwards, store, queue):
     if pool == "own":
         select = ctypes.CDLL(library).select_places
 
-        def begin(device):
+        @contextlib.contextmanager
+        def allocating(device):
             select(1)
-            return lambda: select(0)
+            try:
+                yield
+            finally:
+                select(0)
 
-        gathered._begin = begin
+        gathered._allocating = allocating
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     init_device_mesh("cpu", (2,))
     plain, _ = train("none", forwards)

@@ -84,7 +84,11 @@ def check(way, changes, *, usual=EACH - 1, **settings):
         pytest.fail(
             f"frozen: {next((name for end, name in program.names if first < end), 'state')}"
         )
-    assert whole == {name: number for name, (_, number) in changes.items()}
+    device = way.device.type
+    assert whole == {
+        name: number[device] if isinstance(number, dict) else number
+        for name, (_, number) in changes.items()
+    }
 
 
 def number(name, value):
@@ -281,6 +285,9 @@ def test_groups_states_and_tensors(way):
     check(way, TENSORS, make=Net, max_norm=1.0)
 
 
+ON_THE_HOST = {"cpu": 3, "cuda": 0}
+"""A Python float that changes becomes a tensor on the CPU, which a backward reads, too."""
+
 ATTRIBUTES = {
     "a name": attribute("name", "tanh"),
     "an item": lambda t: t.module.table.append(0.5),
@@ -293,8 +300,7 @@ ATTRIBUTES = {
     "train": (lambda t: t.module.train(), 4),
     "dropout": lambda t: setattr(t.module.dropout, "p", 0.1),
     "forward": lambda t: setattr(t.module.dropout, "forward", lambda x: x * 2),
-    "a number": attribute("scale", 2.5),
-    "another number": (attribute("scale", 1.25), 4),
+    "a number": (attribute("scale", 2.5), ON_THE_HOST),
 }
 
 
