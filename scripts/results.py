@@ -170,7 +170,7 @@ def problems(directory: Path = RESULTS, readme: Path = README) -> list[str]:
         if not path.exists() or path.read_text() != text
     ]
     others = {path for path in directory.iterdir() if path.suffix != ".json"} - wanted.keys()
-    others = {path for path in others if not path.name.startswith("faults-")}
+    others = {path for path in others if not path.name.startswith(("faults-", "gpu-tests"))}
     return said + [f"{path.name} is of no result: remove it" for path in sorted(others)]
 
 
