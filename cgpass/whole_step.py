@@ -246,7 +246,7 @@ class TrainStep:
             except torch_private.not_one_graph() as error:
                 if call.whole is not None:
                     raise
-                self._too_often = type(error).__name__ == "FailOnRecompileLimitHit"
+                self._too_often = torch_private.is_recompile_limit(error)
                 if not self._too_often:
                     broken_at = next(iter(str(error).strip().splitlines()), "")
         if broken_at is not None:
@@ -391,7 +391,7 @@ class _NoGradientsAfter(Mode):
     def undo(self) -> None:
         self._update.forget_gradients()
         if self._update.scaler is not None:  # a capture that failed in the middle runs again
-            self._update.scaler._per_optimizer_states.clear()
+            torch_private.steps_of_scaler(self._update.scaler).clear()
 
 
 class _Read:
@@ -531,7 +531,7 @@ class _Update:
             if leaf.grad is not None:
                 return f"{name} has a gradient from before; call zero_grad() first"
             return f"{name} has hooks, or gradients of another dtype; remove them"
-        if self.scaler is not None and self.scaler._per_optimizer_states:
+        if self.scaler is not None and torch_private.steps_of_scaler(self.scaler):
             return "the scaler's unscale_() or step() was called before the step; leave that to the step"
         found = self._find_numbers()
         if isinstance(found, str):
@@ -760,7 +760,7 @@ class _Whole:
             outputs.clear()
             tangent = torch.ones_like(returned[layout.differentiable[0]])
             if scaler is not None:
-                tangent = tangent * scaler._scale.to(tangent.dtype)
+                tangent = tangent * torch_private.scale_of(scaler).to(tangent.dtype)
             call = [*rest, *saved, layout.tangents[0](tangent)]
             del rest, saved, tangent
             gradients = list(self._backward(call))

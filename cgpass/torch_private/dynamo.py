@@ -201,3 +201,10 @@ def not_one_graph() -> tuple[type[BaseException], ...]:
     from torch._dynamo import exc
 
     return exc.Unsupported, exc.UserError, exc.FailOnRecompileLimitHit
+
+
+def is_recompile_limit(error: BaseException) -> bool:
+    """Tell if Dynamo raised since a function was compiled as often as it may be, and needs to be once more."""
+    from torch._dynamo import exc
+
+    return isinstance(error, exc.FailOnRecompileLimitHit)

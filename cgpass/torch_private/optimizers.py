@@ -112,3 +112,16 @@ def kernel_flags() -> dict[str, Any]:
         "deterministic algorithms": native._get_deterministic_algorithms(),
         "default dtype": torch.get_default_dtype(),
     }
+
+
+def steps_of_scaler(scaler: Any) -> dict[Any, Any]:
+    """What a scaler knows of steps that are under way, by optimizer, live; nothing between two steps.
+
+    Source: torch/amp/grad_scaler.py, 2.11 to 2.15.
+    """
+    return scaler._per_optimizer_states
+
+
+def scale_of(scaler: Any) -> torch.Tensor:
+    """A scaler's factor, on the device, which `get_scale()` would wait for. Source: as above."""
+    return scaler._scale
