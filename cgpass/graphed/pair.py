@@ -286,20 +286,22 @@ class Pair:
     def _is_in_place(self, args: list[Any], backward: Recording) -> bool:
         """Tell whether a backward finds what it reads; saved tensors that lie elsewhere, or are held, are copied back."""
         owner, forward = self._owner, self.forward
-        for _ in range(2):
-            if self._layout.static_key(args) == self._key and backward.may_replay(args):
-                return True
-            if not owner.is_safe(forward):
-                owner.rescue(forward)
-            owner.note_handed_out(forward)
-            places = forward.memory.aliases()
-            for i, k in self._homes:
-                _copy_to(places[k], args[i])
-                args[i] = places[k]
-            for i, alias in self._views:
-                args[i] = alias.of(args[self._num_saved + alias.index])
-            del places
-        return False
+        if self._may_replay(args, backward):
+            return True
+        if not owner.is_safe(forward):
+            owner.rescue(forward)
+        owner.note_handed_out(forward)
+        places = forward.memory.aliases()
+        for i, k in self._homes:
+            _copy_to(places[k], args[i])
+            args[i] = places[k]
+        for i, alias in self._views:
+            args[i] = alias.of(args[self._num_saved + alias.index])
+        del places  # they count as holders
+        return self._may_replay(args, backward)
+
+    def _may_replay(self, args: list[Any], backward: Recording) -> bool:
+        return self._layout.static_key(args) == self._key and backward.may_replay(args)
 
     def _replay(self, recording: Recording, args: list[Any]) -> list[Any]:
         owner, stats = self._owner, self.description.stats
