@@ -46,8 +46,9 @@ check "ruff format" "$PYTHON" -m ruff format --check --quiet
 check "pyrefly" "$PYTHON" -m pyrefly check --python-interpreter-path "$PYTHON"
 wait "$building" || true
 # One thread each: two processes of as many threads as there are cores would only be in each other's way.
-# Neighbours stay together, and share what their file made.
-OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" check "pytest" "$PYTHON" -m pytest -n auto --maxprocesses 4 --dist worksteal "$@"
+# Neighbours stay together, and share what their file made. A test that hangs fails, and shows where each thread is.
+OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" check "pytest" "$PYTHON" -m pytest -n auto --maxprocesses 4 --dist worksteal \
+  -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true "$@"
 
 if ((${#failed[@]})); then
   printf 'failed: %s\n' "${failed[@]}"

@@ -1,6 +1,7 @@
 """Gradients of leaves are added as autograd adds them: hooks, types, threads, named inputs."""
 
 import copy
+import sys
 import threading
 import time
 
@@ -140,6 +141,35 @@ def test_threads_that_add_to_one_parameter_lose_nothing(way, other):
         for thread in threads:
             thread.join()
         assert bool((shared.grad == 16).all())
+
+
+def test_threads_that_make_a_parameters_node_at_once_go_on(way):
+    """Torch makes the node of a leaf that none leads to under a lock, and asks for the GIL meanwhile."""
+    session = way.session()
+    shared = nn.Parameter(torch.ones(8, device=session.device))
+
+    def fn(x):
+        return (shared * x).sum()
+
+    def go_back(fn):
+        for _ in range(500):
+            fn(x).backward()
+
+    x, call = torch.ones_like(shared), session.compile(fn)
+    for _ in range(3):
+        call(x).backward()
+    shared.grad = torch.zeros_like(shared)
+    threads = [threading.Thread(target=go_back, args=(each,)) for each in (fn, call)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert bool((shared.grad == 1000).all())
 
 
 def test_backwards_into_named_inputs_leave_parameters_alone(way):
