@@ -56,12 +56,6 @@ def test_what_an_arm_needs_until_it_settles():
     assert worker.settled([{"recordings": 0, "plain_calls": 0}])["steps"] == 0
 
 
-def test_the_device_is_busy_while_kernels_and_copies_run():
-    kinds = {"kernel": 1500, "gpu_memcpy": 500, "gpu_user_annotation": 9000, "cuda_runtime": 9000}
-    events = [{"cat": kind, "dur": us} for kind, us in kinds.items()] + [{"name": "process_name"}]
-    assert worker.busy_ms(events) == 2.0
-
-
 # ---- comparisons
 
 
