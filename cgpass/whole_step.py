@@ -51,6 +51,7 @@ from cgpass.telemetry.reason import many
 log = logging.getLogger(__name__)
 
 _FIRST: Final = "the first call of a variant"
+_RAISED: Final = "the call raised an error"
 _NEW_STATE: Final = "the optimizer has other groups, parameters or state tensors than before; one call makes them known"
 _NEW_NUMBER: Final = "{} has a new value; each new value costs one call, but for learning rates"
 _FOREIGN: Final = "something else than the optimizer's parameters gets gradients; freeze, detach or give it to an optimizer of the step"
@@ -145,6 +146,8 @@ class TrainStep:
         self._accumulate = accumulate
         self._due = 0
         """Calls since the last update."""
+        self._reaches = (loss_fn, *update.optimizers, update.scaler)
+        """For `explain`, which restores it."""
         self._lock = threading.RLock()
         self._fn = fn = _detaching(loss_fn)
         given: Any = (
@@ -165,8 +168,8 @@ class TrainStep:
 
     @property
     def later_calls(self) -> int:
-        """Calls but for the first of each variant, which runs in pieces."""
-        return self.calls - self.in_pieces[_FIRST]
+        """Calls but for the first of each variant, which runs in pieces, and those that raised."""
+        return self.calls - self.in_pieces[_FIRST] - self.in_pieces[_RAISED]
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
@@ -184,6 +187,7 @@ class TrainStep:
             try:
                 return self._call(batch, named, before)
             except BaseException:
+                self.in_pieces[_RAISED] += 1
                 here.step = before
                 mend(open_modes)
                 raise
@@ -204,7 +208,7 @@ class TrainStep:
             self._learn(call, loss)
         if call.whole is not None and call.whole.is_one:
             self.whole_calls += 1
-        elif self._options.driver != "none":
+        else:
             self._note(call.why or (_FIRST if call.whole is None else _IN_TURN))
         return (loss.detach(), *more) if more else loss.detach()
 
@@ -231,7 +235,7 @@ class TrainStep:
 
     def _note(self, why: str) -> None:
         self.in_pieces[why] += 1
-        if self.in_pieces[why] == 1 and why != _FIRST:
+        if self.in_pieces[why] == 1 and why != _FIRST and self._options.driver != "none":
             level = logging.WARNING if self._options.on_skip == "warn" else logging.INFO
             log.log(level, "%s runs in pieces: %s", self._name, why)
 
@@ -341,6 +345,8 @@ def _detaching(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         if not (isinstance(found, tuple) and len(found) == 2):
             return (found,)
         loss, more = found
+        if not isinstance(loss, torch.Tensor):
+            return (loss,)
         # A copy: a graph that returns a tensor and a detach() of it, as of `loss, {"loss": loss.detach()}`, is no plain one.
         return loss.clone(), pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, more)
 
@@ -567,7 +573,7 @@ class _Update:
                 if name not in _NO_NUMBERS:
                     number = value if type(value) in _BY_VALUE else _by_value(value)
                     if number is ...:
-                        return f"{name} of the optimizer is a {type(value).__name__}; give a number"
+                        return f"{_number_name((n, name))} holds a tensor, or something else than numbers"
                     found[n, name] = number
         if self.scaler is not None:
             for name in ("growth_factor", "backoff_factor", "growth_interval"):

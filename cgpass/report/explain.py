@@ -71,8 +71,8 @@ def explain(
     With a function, nine calls run, with their backward. What is not compiled yet is compiled with
     `backend="cgpass"`. A batch by itself is given as data loaders mean it: a mapping as `**batch`, a
     tuple or list as `*batch`; to give it whole, write `[batch]`.
-    Afterwards parameters, buffers, gradients and optimizers that the function is, is given or names are as they were,
-    and so are torch's random numbers. Nothing else is put back: attributes, caches, schedulers, written arguments.
+    Afterwards parameters, buffers, gradients, optimizers and scalers that the function is, is given or names are as they
+    were, and so are torch's random numbers. Nothing else is put back: attributes, caches, schedulers, written arguments.
 
     Args:
         fn: A module or function, compiled or not; none for a block.
@@ -109,7 +109,7 @@ def explain(
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
     tensors += [t for m in modules.values() for t in (*m.parameters(False), *m.buffers(False))]
     devices = {tensor.device.index for tensor in tensors if tensor.device.type == "cuda"}
-    optimizers = [v for v in values if isinstance(v, torch.optim.Optimizer)]
+    optimizers = [v for v in values if isinstance(v, torch.optim.Optimizer | torch.amp.GradScaler)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(set_defaults(**options or {}))
         stack.enter_context(torch.random.fork_rng([*devices]))
@@ -224,18 +224,20 @@ def _is_compiled(value: Any) -> bool:
 def _restored(
     modules: Sequence[torch.nn.Module],
     tensors: Sequence[torch.Tensor],
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[torch.optim.Optimizer | torch.amp.GradScaler],
 ) -> Iterator[None]:
-    """Put back parameters, buffers, gradients and what optimizers keep."""
+    """Put back parameters, buffers, gradients and what optimizers and scalers keep."""
+    groups = [group for each in optimizers for group in getattr(each, "param_groups", ())]
+    params = [value for group in groups for value in group["params"]]
     own = [table for each in modules for table in (each._parameters, each._buffers)]
     tables: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in own]
+    values = [*(value for _, before in tables for value in before.values()), *params]
     kept = [
         (value, _copy(value))
-        for _, before in tables
-        for value in before.values()
+        for value in {id(value): value for value in values}.values()
         if value is not None and not torch.nn.parameter.is_lazy(value)
     ]
-    gradients = [(each, each.grad) for each in tensors if each.is_leaf]
+    gradients = [(each, each.grad) for each in (*tensors, *params) if each.is_leaf]
     states = [(each, copy.deepcopy(each.state_dict())) for each in optimizers]
     for each, _ in gradients:
         each.grad = None

@@ -102,6 +102,8 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
         given = dict(enumerate(made))
         names = [f"output {n} ({given.get(n, 'unnamed')})" for n in range(len(outputs))] + names
         ours = found(outputs, inputs)
+        if not all(map(_is_comparable, ours)):
+            self._warned(_NOT, runner.name, "results that are sparse or nested tensors")
         try:
             plain = without_a_graph()
             different = next(filter(None, map(_difference, names, ours, plain)), None)
@@ -129,11 +131,16 @@ def _copied(args: Sequence[Any], positions: Sequence[int]) -> list[Any]:
     ]
 
 
+def _is_comparable(value: Any) -> bool:
+    strided = not isinstance(value, torch.Tensor) or value.layout is torch.strided
+    return strided and not getattr(value, "is_nested", False)
+
+
 def _difference(name: str, a: Any, b: Any) -> str | None:
     """How a value differs from what it is without a graph; None if it is the same bit by bit."""
     if not isinstance(a, torch.Tensor):
         return None if a is b or a == b else f"{name} is {a!r}, and {b!r} without a graph"
-    if a.is_sparse or a.is_nested:
+    if not _is_comparable(a):
         return None
     flat = (t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1, 1) for t in (a, b))
     ours, plain = (each.view(torch.uint8) for each in flat)

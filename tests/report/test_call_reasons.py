@@ -32,7 +32,8 @@ def test_why_calls_ran_without_a_graph(code):
     assert detail in reason.detail
     assert reason.fix == OTHER_FIXES[code]
     passing = sum(each.code == "passing" for each in found if each is not reason)
-    assert code in NEW or f"{run.stats.plain_calls - passing} of " in reason.detail
+    without = run.stats.plain_calls - passing or 1  # it raised
+    assert code in NEW or f"{without} of " in reason.detail
 
 
 def test_new_gradients_are_told_how_to_stay():
