@@ -153,8 +153,10 @@ CALLS = {
     "raised": (raising, "1 of 1 call did not end: they raised an error, or go on"),
     "shares_memory": (
         sharing,
-        "1 of 1 call ran without a graph: it writes inputs, and these share memory: x0 (read at model.py:0 in forward: "
-        "code), x1",
+        (
+            "1 of 1 call ran without a graph: it writes inputs, and these share memory: x0 (read at model.py:0 in forward: "
+            "code), x1"
+        ),
     ),
     "passing": (put_off, "1 of 2 calls ran without a graph: they could not be recorded just then"),
     "capture": (

@@ -40,7 +40,9 @@ def test_new_gradients_are_told_how_to_stay():
     reasons = CallReasons()
     for _ in range(6):
         reasons.note_changed("new_tensor", [("m.weight.grad", None), ("m.weight", None)])
-    grad, weight = reasons.told({"calls": 20, "plain_calls": 0, "warmups": 6, "recordings": 1})
+    grad, weight = reasons.told(
+        {"calls": 20, "plain_calls": 0, "warmups": 6, "recordings": 1, "replays": 14}
+    )
     assert (grad.code, weight.code) == ("new_tensor", "new_tensor")
     assert grad.fix.startswith("keep gradients where they lie: zero_grad(set_to_none=False)")
     assert weight.fix == OTHER_FIXES["new_tensor"]
