@@ -164,7 +164,7 @@ class TrainStep:
         """What Dynamo compiled: how it runs, or why it runs in pieces."""
         finalizer: Any = weakref.finalize(self, torch_private.forget_compiled, fn.__code__)
         finalizer.atexit = False
-        telemetry.add_other(self)
+        telemetry.add_step(self)
 
     @property
     def later_calls(self) -> int:
@@ -400,12 +400,6 @@ class _NoGradientsAfter(Mode):
             torch_private.steps_of_scaler(self._update.scaler).clear()
 
 
-class _Read:
-    """Stands for what an update reads: the same object whenever that is so, in a recording's key."""
-
-    __slots__ = ("__weakref__",)
-
-
 class _Update:
     """Clipping, optimizers, scaler and zero_grad: the same Python in pieces, in warm-ups and in captures."""
 
@@ -425,8 +419,6 @@ class _Update:
         """All that this call's update reads on the host, beside learning rates."""
         self.counts_writes = False
         """True if autograd is told what the optimizers write, as it is not by fused ones of torch 2.14."""
-        self.known_as: dict[int, str] = {}
-        """Names of parameters, by their `id`s; `params` holds them."""
         self.looks = 0
         """How often the optimizers' tensors were others than before."""
         self._known: set[tuple[Any, ...]] = set()
@@ -435,10 +427,6 @@ class _Update:
         self._contents: tuple[()] | tuple[list[Any], bytes] = ()
         """All that optimizers have, and where tensors among it lie."""
         self._why_never: str | None = None
-        self._reads: weakref.WeakValueDictionary[Any, _Read] = weakref.WeakValueDictionary()
-        """By what is read, kept alive by the keys of recordings."""
-        self._last: tuple[Any, ...] = ()
-        self._read: tuple[tuple[torch.Tensor, ...], _Read] = (), _Read()
 
     def groups(self) -> list[dict[str, Any]]:
         """Each group of parameters."""
@@ -519,7 +507,6 @@ class _Update:
             self._why_never = f"the optimizer's tensors lie on {named}; keep them on one device"
         used = [] if self._why_never else self._groups
         self.rates = [_Rate(group, torch.empty(0, device=places[0])) for group in used]
-        self._last = ()
         numbers = self._find_numbers()
         if isinstance(numbers, dict):
             self.numbers = numbers
@@ -532,8 +519,7 @@ class _Update:
         at = fast.first_watched(self.params)
         if at >= 0:
             leaf = self.params[at]
-            name = self.known_as.get(id(leaf))
-            name = name or f"parameter {at} of the optimizer, {[*leaf.shape]},"
+            name = f"parameter {at} of the optimizer, {[*leaf.shape]},"
             if leaf.grad is not None:
                 return f"{name} has a gradient from before; call zero_grad() first"
             return f"{name} has hooks, or gradients of another dtype; remove them"
@@ -554,16 +540,11 @@ class _Update:
         new = [_number_name(key) for key, value in found.items() if last.get(key, ...) != value]
         return _NEW_NUMBER.format(", ".join(new[:3]))
 
-    def read(self) -> "tuple[tuple[torch.Tensor, ...], _Read]":
-        """The tensors that an update reads and writes beside parameters, and what stands for all it reads in the key."""
+    def read(self) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
+        """The tensors that an update reads and writes beside parameters, and all that it reads, for the key."""
         rates = [rate.tensor for rate in self.rates]
         places = self._contents[1:], *[tensor.data_ptr() for tensor in rates]
-        last = self.looks, self.numbers, places
-        if last != self._last:
-            self._last = last
-            key = self.looks, tuple(self.numbers.items()), places
-            self._read = (*self.state, *rates), self._reads.setdefault(key, _Read())
-        return self._read
+        return [*self.state, *rates], (self.looks, tuple(self.numbers.items()), places)
 
     def _find_numbers(self) -> dict[Any, Any] | str:
         """All that an update reads on the host beside learning rates; or what of it is no number."""
@@ -654,7 +635,6 @@ class _Whole:
         if first is not None and second is not None:
             infos, self._arguments = first.infos(), first.arguments
             self._forward, self._backward = first.run, second.run
-            update.known_as.update((id(args[n]), infos[n].name) for n in leaves)
         else:
             gradient = InputInfo("a gradient", InputKind.POOLED, mutated=True)
             infos = [gradient, InputInfo("a parameter", InputKind.STATIC)]
@@ -665,7 +645,7 @@ class _Whole:
                 infos[n], kind=InputKind.STATIC, mutated=True, in_place=True
             )
         infos.append(InputInfo("the optimizer's tensors", InputKind.IN_PLACE))
-        infos.append(InputInfo("what the optimizer reads", InputKind.OPAQUE))
+        infos.append(InputInfo("what the optimizer reads", InputKind.SYMINT))
         options = dataclasses.replace(part.options, static_input_check="rerecord")
         opaque = self.is_one and part.opaque
         self._runner = PartitionRunner(
@@ -733,12 +713,13 @@ class _Whole:
             return []
         kinds = Counter(info.kind for info in self._runner.layout.infos)
         own = len(update.state) + len(update.rates)
+        numbers = kinds[InputKind.SYMINT] - 1 + len(update.numbers)
         about = (
             f"{'one graph' if self.is_one else 'a graph of the update'}, recorded {many(stats.recordings, 'time')} and "
             f"replayed {many(stats.replays, 'time')}: "
             f"reads {many(kinds[InputKind.STATIC], 'parameter')} and {many(own, 'tensor')} of the optimizer in place, "
             f"copies {many(kinds[InputKind.COPIED], 'input')}; "
-            f"{many(kinds[InputKind.SYMINT] + len(update.numbers), 'number')} in its key"
+            f"{many(numbers, 'number')} in its key"
         )
         told = self._runner.reasons.told(dataclasses.asdict(stats))
         return [about, *map(str, told)]

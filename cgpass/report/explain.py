@@ -25,7 +25,6 @@ from cgpass.whole_step import TrainStep
 Fn = Callable[..., Any] | torch.nn.Module
 
 _CALLS: Final = 9
-_CHANGES: Final = ("graphs", "warmups", "recordings")
 _GRAPH_IS_GONE: Final = "Trying to backward through the graph a second time"
 """What autograd says of results of a function that ran their backward itself."""
 
@@ -119,10 +118,11 @@ def explain(
         run = fn if as_it_is else stack.enter_context(_compiled(fn, dict(options or {})))
         call = functools.partial(_call, lambda: run(*args, **kwargs), training, tensors)
         with watch.watched() as report:
-            settled = _settle(call)
+            for _ in range(_CALLS):
+                call()
             if native.loader.status is not None:  # where nothing was recorded yet
                 native.loader.wait()
-        report.settled, report.model = settled, _name_of(fn)
+        report.model = _name_of(fn)
         if compare and report.device != watch.SIMULATED:
             report.ms, report.plain_ms = watch.compared(call, _owners({}))
         return report
@@ -151,17 +151,6 @@ def _owners(before: Mapping[int, int]) -> list[Owner]:
         if each.owner is not None
     }
     return list(found.values())
-
-
-def _settle(call: Callable[[], None]) -> bool:
-    """Make some calls; returns whether the last two recorded and compiled nothing."""
-    for _ in range(_CALLS - 2):
-        call()
-    before = telemetry.counters()
-    for _ in range(2):
-        call()
-    after = telemetry.counters()
-    return all(before[name] == after[name] for name in _CHANGES)
 
 
 def _call(run: Callable[[], Any], training: bool, tensors: Sequence[torch.Tensor]) -> None:

@@ -6,6 +6,7 @@ On CUDA pairs of events around partitions tell their times on the device, of the
 import contextlib
 import dataclasses
 import functools
+import operator
 import sys
 import time
 from collections import defaultdict
@@ -35,7 +36,6 @@ Key = tuple[int, str]
 
 _TIMED: Final = 4096
 """Calls of partitions in one block that events are recorded around."""
-_NOTHING: Final = dataclasses.asdict(telemetry.CallStats())
 _COMPARED: Final = 5
 """Calls that are timed with graphs, and without."""
 SIMULATED: Final = "cpu (simulated graphs: right in what they do, no measure of speed)"
@@ -68,7 +68,6 @@ def _report(
     clock: "_Clock",
 ) -> Report:
     """Report what came after a moment; until then torch had noted some graph breaks and compilations."""
-    counters = telemetry.counters()
     graphs, owners = list[GraphReport](), dict[int, Owner]()
     for number, (summary, runs) in telemetry.graph_runs().items():
         if calls := telemetry.calls_of(runs) - before.calls.get(number, 0):
@@ -77,11 +76,11 @@ def _report(
     met, left = eager.graph_breaks(breaks, graphs)
     left = [*eager.left_to_eager(notes), *left]
     known = {place_of(each.line) for each in left}
-    others = [
-        (each, [now - then for now, then in zip(telemetry.calls_of_other(each), old, strict=True)])
-        for each in telemetry.others()
-        if (old := before.others.get(each, (0, 0, 0)))[0] < each.calls
-    ]
+    others = dict[Any, list[int]]()
+    for each, counts in telemetry.others().items():
+        grown = list(map(operator.sub, counts, before.others.get(each, (0, 0, 0))))
+        if grown[0]:
+            others[each] = grown
     pools = [n for owner in owners.values() if (n := owner.driver.pool_bytes()) is not None]
     on_cuda = torch.cuda.is_initialized()  # asking for the name would do that
     simulated = "simulated" in ({g.driver for g in graphs} - {None} or {Options.parse(None).driver})
@@ -98,10 +97,10 @@ def _report(
         recompilations=tuple(
             each for each in eager.recompiled(notes) if place_of(each.line) not in known
         ),
-        others=tuple(each.explain() for each, _ in others),
-        whole_steps=sum(whole for _, (_, whole, _) in others),
-        steps=sum(later for _, (_, _, later) in others),
-        counters={name: n - before.counters.get(name, 0) for name, n in counters.items()},
+        others=tuple(each.explain() for each in others),
+        whole_steps=sum(whole for _, whole, _ in others.values()),
+        steps=sum(later for _, _, later in others.values()),
+        counters=telemetry.grown(telemetry.counters(), before.counters),
         native=native.loader.status,
         pool_bytes=sum(pools) if pools else None,
         graphs_ms=clock.in_graphs if clock.device_ms else None,
@@ -125,8 +124,8 @@ def _graph(
     captured, warmups = dict[str, dict[str, Any]](), 0
     for run in runs:
         for name, part in run.parts.items():
-            counts, noted = before.parts.get((number, name), (_NOTHING, None))
-            grown = {n: now - counts[n] for n, now in dataclasses.asdict(part.stats).items()}
+            counts, noted = before.parts.get((number, name), ({}, None))
+            grown = telemetry.grown(dataclasses.asdict(part.stats), counts)
             warmups = max(warmups, excused(grown))
             notes = list(part.notes)[max(0, len(part.notes) - grown["recordings"]) :]
             if summary.driver == "simulated":  # times of what is simulated say nothing

@@ -99,19 +99,14 @@ def untold(
     files = {place_of(place).rpartition(":")[0] for place in places}
     found: dict[Any, Reason] = {}
     for each in noted:
-        users = [frame for frame in each.stack if _is_users(frame)]
         rest = _left_by_torch(each.stack)
-        mine = (
-            _INSTALLED.search(frame.filename) is None or os.path.basename(frame.filename) in files
-            for frame in users
-        )
-        if not each.stack or (rest is None and not any(mine)):
-            continue
         mine = any(
             _is_users(frame)
             and (not _INSTALLED.search(frame.filename) or os.path.basename(frame.filename) in files)
             for frame in each.stack
         )
+        if rest is None and not mine:
+            continue
         reason = _of_stack(each.text, each.stack)
         found.setdefault((place_of(reason.line), rest), reason)
     known |= {place for place, rest in found if rest is not None}
