@@ -21,6 +21,7 @@ Note [A whole step]
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import logging
 import math
 import operator
@@ -53,13 +54,14 @@ log = logging.getLogger(__name__)
 _FIRST: Final = "the first call of a variant"
 _RAISED: Final = "the call raised an error"
 _NEW_STATE: Final = "the optimizer has other groups, parameters or state tensors than before; one call makes them known"
-_NEW_NUMBER: Final = "{} has a new value; each new value costs one call, but for learning rates"
+_NEW_NUMBER: Final = (
+    "{} has another value than before; each change costs one call, but of learning rates"
+)
 _FOREIGN: Final = "something else than the optimizer's parameters gets gradients; freeze, detach or give it to an optimizer of the step"
 _IN_TURN: Final = "not all of it can be captured, see cgpass.explain(loss_fn, batch); the optimizer's step is a graph of its own"
 _ITS_LINE: Final = "cgpass.explain(loss_fn, batch) names the line"
 _TOO_OFTEN: Final = "it was compiled torch._dynamo.config.recompile_limit times; keep what changes the same, or make it a tensor"
-_BY_VALUE = (int, float, bool, str, type(None))
-_names = iter(range(1 << 62))
+_names = itertools.count()
 _Args = tuple[Any, ...]
 _Boxed = Callable[[list[Any]], Sequence[Any]]
 _Options = Mapping[str, Any] | Options | None
@@ -285,7 +287,7 @@ class TrainStep:
             return "hooks on saved tensors are set; leave their block for the step"
         if torch_private.has_function_modes() or torch.is_anomaly_enabled():
             return "a TorchFunctionMode or anomaly detection is on; leave its block for the step"
-        return new or self._update.why_pieces(self._options.max_recordings)
+        return new or self._update.why_pieces()
 
     def _learn(self, call: "_Call", loss: torch.Tensor) -> None:
         """Find out which way the next call of this variant may go; its backward may be compiled only now."""
@@ -421,8 +423,6 @@ class _Update:
         """True if autograd is told what the optimizers write, as it is not by fused ones of torch 2.14."""
         self.looks = 0
         """How often the optimizers' tensors were others than before."""
-        self._known: set[tuple[Any, ...]] = set()
-        """Numbers of earlier calls."""
         self._groups: list[dict[str, Any]] = []
         self._contents: tuple[()] | tuple[list[Any], bytes] = ()
         """All that optimizers have, and where tensors among it lie."""
@@ -466,14 +466,11 @@ class _Update:
         """Have the tensors be what the groups' learning rates are now."""
         for rate in self.rates:
             lr, device = rate.group["lr"], rate.tensor.device
-            if lr is rate.filled:
-                continue
             if isinstance(lr, torch.Tensor) and lr.device == device:
                 rate.tensor, rate.filled = lr, None
-            elif rate.filled is None:
-                rate.tensor = torch.tensor(float(lr), dtype=torch.float32, device=device)
-                rate.filled = float(lr)
-            elif lr != rate.filled:
+            elif rate.filled is None or lr != rate.filled:
+                if rate.filled is None:  # the tensor is the user's
+                    rate.tensor = torch.empty((), dtype=torch.float32, device=device)
                 rate.filled = math.nan  # until it is
                 rate.tensor.fill_(float(lr))
                 rate.filled = float(lr)
@@ -490,10 +487,6 @@ class _Update:
             if same and all(map(operator.is_, groups, self._groups)):
                 return self._why_never
         self._groups = groups
-        self._look()
-        return self._why_never or (_NEW_STATE if before else None)
-
-    def _look(self) -> None:
         self.looks += 1
         self.params = [p for group in self._groups for p in group["params"]]
         self._why_never = torch_private.why_not_recordable(self.optimizers, self.scaler)
@@ -506,13 +499,14 @@ class _Update:
             named = " and ".join(places)
             self._why_never = f"the optimizer's tensors lie on {named}; keep them on one device"
         used = [] if self._why_never else self._groups
-        self.rates = [_Rate(group, torch.empty(0, device=places[0])) for group in used]
+        device = places[0] if places else "cpu"
+        self.rates = [_Rate(group, torch.empty(0, device=device)) for group in used]
         numbers = self._find_numbers()
         if isinstance(numbers, dict):
             self.numbers = numbers
-            self._known.add(tuple(numbers.values()))
+        return self._why_never or (_NEW_STATE if before else None)
 
-    def why_pieces(self, max_known: int) -> str | None:
+    def why_pieces(self) -> str | None:
         """Why the next update can't be part of a graph, as things stand in this call. To be asked after `look`."""
         if (hooked := torch_private.step_hooks(self.optimizers)) is not None:
             return hooked
@@ -528,17 +522,11 @@ class _Update:
         found = self._find_numbers()
         if isinstance(found, str):
             return found
-        if found == self.numbers:
-            return None
         last, self.numbers = self.numbers, found
-        values = tuple(found.values())
-        if values in self._known:
+        if found == last:
             return None
-        if len(self._known) >= max_known:
-            self._known.clear()
-        self._known.add(values)
-        new = [_number_name(key) for key, value in found.items() if last.get(key, ...) != value]
-        return _NEW_NUMBER.format(", ".join(new[:3]))
+        keys = (key for key in last | found if last.get(key, ...) != found.get(key, ...))
+        return _NEW_NUMBER.format(", ".join(map(_number_name, itertools.islice(keys, 3))))
 
     def read(self) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
         """The tensors that an update reads and writes beside parameters, and all that it reads, for the key."""
@@ -552,10 +540,9 @@ class _Update:
         for n, group in enumerate(self._groups):
             for name, value in group.items():
                 if name not in _NO_NUMBERS:
-                    number = value if type(value) in _BY_VALUE else _by_value(value)
+                    found[n, name] = number = _by_value(value)
                     if number is ...:
                         return f"{_number_name((n, name))} holds a tensor, or something else than numbers"
-                    found[n, name] = number
         if self.scaler is not None:
             for name in ("growth_factor", "backoff_factor", "growth_interval"):
                 found[f"the scaler's {name}"] = getattr(self.scaler, f"get_{name}")()
@@ -575,7 +562,7 @@ def _by_value(value: object) -> Any:
     if isinstance(value, (tuple, list)):
         found = tuple(map(_by_value, value))
         return ... if ... in found else found
-    return value if isinstance(value, _BY_VALUE) else ...
+    return value if isinstance(value, (int, float, str, type(None))) else ...
 
 
 def _why_never(
