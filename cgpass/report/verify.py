@@ -19,6 +19,7 @@ from cgpass.runtime.writes import has_place
 log = logging.getLogger(__name__)
 
 _NOT: Final = "cgpass.verify: %s: %s: not verified"
+_DRAWN: Final = "the state of generator {} (random numbers were not drawn as without a graph)"
 
 
 class verify(contextlib.ExitStack):  # noqa: N801  called as the functions beside it are
@@ -79,19 +80,19 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
         generators += map(torch_private.default_generator, {torch.device("cpu"), device})
         copies = _copied(args, [*written, *layout.pooled])
         inputs, before = list(args), [each.get_state() for each in generators]
-        names = [f"input {layout.infos[i].name}, which it writes," for i in written]
-        drawn = "(random numbers were not drawn as without a graph)"
-        names += [f"the state of generator {n} {drawn}" for n in range(len(generators))]
 
         def found(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
             return [*outputs, *(inputs[i] for i in written), *(g.get_state() for g in generators)]
+
+        def set_states(states: Sequence[torch.Tensor]) -> None:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
         def without_a_graph() -> list[Any]:
             values = _copied(copies, written)
             put_on_the_device(values, layout.seeds, device)
             inputs = list(values)
-            for generator, state in zip(generators, before, strict=True):
-                generator.set_state(state)
+            set_states(before)
             with torch.inference_mode(False), torch.no_grad():
                 return found(runner.fn(values), inputs)
 
@@ -99,8 +100,10 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
         if recording is None:
             return outputs, recording
         self.checked += 1
-        given = dict(enumerate(made))
-        names = [f"output {n} ({given.get(n, 'unnamed')})" for n in range(len(outputs))] + names
+        made = made or ["unnamed"] * len(outputs)
+        names = [f"output {n} ({name})" for n, name in enumerate(made)]
+        names += [f"input {layout.infos[i].name}, which it writes," for i in written]
+        names += [_DRAWN.format(n) for n in range(len(generators))]
         ours = found(outputs, inputs)
         if not all(map(_is_comparable, ours)):
             self._warned(_NOT, runner.name, "results that are sparse or nested tensors")
@@ -115,8 +118,7 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
                     "unsafe_ops, and report it."
                 )
         finally:
-            for generator, state in zip(reversed(generators), reversed(ours), strict=False):
-                generator.set_state(state)
+            set_states(ours[len(ours) - len(generators) :])
         return outputs, recording
 
 

@@ -387,7 +387,7 @@ def test_flags_are_in_the_key(way, name):
             setattr(holder, attribute, before)
         assert recorded[0] == 1
         assert recorded[1] >= 1
-        assert recorded[2] == 0
+        assert recorded[2] in (0, 2)  # of forward and backward, for another call in pieces
         assert training.step.whole_calls == 4 + 4 + 4
         return training.found()
 
