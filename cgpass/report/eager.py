@@ -55,15 +55,15 @@ def graph_breaks(
 
 def left_to_eager(before: Sequence[Any]) -> list[Reason]:
     """Functions whose last compilation was given up; of those noted `before` only what was compiled for our backend."""
-    old, notes, found = set(map(id, before)), torch_private.compilations(), list[Reason]()
+    old, living = set(map(id, before)), _last(torch_private.compilations(since_reset=True))
     ours = {each.function for each in torch_private.graph_breaks() if not each.over}
-    for function, each in _last(notes).items():
-        if id(each) not in old and torch_private.was_given_up(each):
-            found.append(_described(function, each))
-    for function, each in _last(torch_private.compilations(since_reset=True)).items():
+    found = []
+    for function, each in (_last(torch_private.compilations()) | living).items():
+        is_old = id(each) in old
         is_ours = torch_private.is_ours(each) or (function[0], function[-1]) in ours
-        if id(each) in old and is_ours and len(function) > 1 and torch_private.was_given_up(each):
-            found.append(replace(_described(function, each), is_earlier=True))
+        counts = not is_old or (is_ours and len(function) > 1 and living.get(function) is each)
+        if counts and torch_private.was_given_up(each):
+            found.append(replace(_described(function, each), is_earlier=is_old))
     return found
 
 

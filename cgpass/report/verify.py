@@ -32,10 +32,10 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
         >>> checks.checked
         2
 
-    Of each captured partition every n-th call also runs without a graph, on copies of the inputs and with the random
-    numbers that the replay drew; what it returns and writes is compared bit by bit. That waits for the device.
-    Partitions that communicate are left out, and kernels that give other bits in each run can't be compared: a warning
-    names them. `torch.use_deterministic_algorithms(True)` chooses others.
+    Of each captured partition every n-th call also runs without a graph, on copies of the inputs and with the same
+    random numbers; what it returns and writes is compared bit by bit. That waits for the device. A warning names
+    partitions that can't be compared: those that communicate, and whose kernels give other bits in each run
+    (`torch.use_deterministic_algorithms(True)` chooses others).
 
     Raises:
         OptionError: `every` is no positive integer.
@@ -64,12 +64,9 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
             log.warning(_NOT, runner.name, "what communicates can't run once more alone")
             return run
 
-        def checked(args: list[Any]) -> Any:
-            if next(calls) % self._every or runner.owner.bypassed:
-                return run(args)
-            return self._check(step.made, runner, run, args)
-
-        return checked
+        check = functools.partial(self._check, step.made, runner, run)
+        is_due = lambda: not (next(calls) % self._every or runner.owner.bypassed)  # noqa: E731
+        return lambda args: check(args) if is_due() else run(args)
 
     def _check(
         self, made: Sequence[str], runner: PartitionRunner, run: Run, args: list[Any]
@@ -105,8 +102,6 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
         names += [f"input {layout.infos[i].name}, which it writes," for i in written]
         names += [_DRAWN.format(n) for n in range(len(generators))]
         ours = found(outputs, inputs)
-        if not all(map(_is_comparable, ours)):
-            self._warned(_NOT, runner.name, "results that are sparse or nested tensors")
         try:
             plain = without_a_graph()
             different = next(filter(None, map(_difference, names, ours, plain)), None)
@@ -133,17 +128,10 @@ def _copied(args: Sequence[Any], positions: Sequence[int]) -> list[Any]:
     ]
 
 
-def _is_comparable(value: Any) -> bool:
-    strided = not isinstance(value, torch.Tensor) or value.layout is torch.strided
-    return strided and not getattr(value, "is_nested", False)
-
-
 def _difference(name: str, a: Any, b: Any) -> str | None:
     """How a value differs from what it is without a graph; None if it is the same bit by bit."""
     if not isinstance(a, torch.Tensor):
         return None if a is b or a == b else f"{name} is {a!r}, and {b!r} without a graph"
-    if not _is_comparable(a):
-        return None
     flat = (t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1, 1) for t in (a, b))
     ours, plain = (each.view(torch.uint8) for each in flat)
     if not (count := int((ours != plain).any(-1).sum())):

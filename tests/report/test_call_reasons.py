@@ -103,7 +103,6 @@ class Cache(nn.Module):
 
 def test_a_cache_that_each_call_replaces_is_copied_and_named(simulated):
     report = cgpass.explain(Cache(), torch.randn(4, 8), training=False)
-    assert report.settled
     (part,) = report.graphs[0].partitions
     assert not part.reasons
     line = Cache.forward.__code__.co_firstlineno + 1

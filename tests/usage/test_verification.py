@@ -118,29 +118,6 @@ def test_kernels_that_do_not_repeat_themselves_are_named_once(setting, caplog):
     assert "test_verification.py" in message
 
 
-@torch.library.custom_op("verification::sparse", mutates_args=())
-def sparse(x: torch.Tensor) -> torch.Tensor:
-    return x.to_sparse()
-
-
-sparse.register_fake(lambda x: torch.empty_like(x).to_sparse())
-
-
-def test_results_that_are_not_compared_are_told_of(caplog):
-    call = (
-        programs.Setting(torch.device("cpu"), "simulated")
-        .session()
-        .compile(lambda x: sparse(x.sin().cos().exp()))
-    )
-    with torch.no_grad(), cgpass.verify(), caplog.at_level(logging.WARNING, "cgpass"):
-        for _ in range(4):
-            call(torch.ones(4, 8))
-    told = [r.getMessage() for r in caplog.records if "cgpass.verify" in r.getMessage()]
-    assert len(told) == 1
-    assert told[0].endswith("results that are sparse or nested tensors: not verified")
-    torch.compiler.reset()
-
-
 def test_every_so_manieth_call_of_what_is_there_and_what_comes(setting):
     session = setting.session()
     _, early = session.compiled(MLP)
