@@ -698,15 +698,12 @@ class _Whole:
         stats, update = self._runner.stats, self._update
         if not stats.calls:
             return []
-        kinds = Counter(info.kind for info in self._runner.layout.infos)
-        own = len(update.state) + len(update.rates)
-        numbers = kinds[InputKind.SYMINT] - 1 + len(update.numbers)
+        layout, own = self._runner.layout, len(update.state) + len(update.rates)
         about = (
             f"{'one graph' if self.is_one else 'a graph of the update'}, recorded {many(stats.recordings, 'time')} and "
             f"replayed {many(stats.replays, 'time')}: "
-            f"reads {many(kinds[InputKind.STATIC], 'parameter')} and {many(own, 'tensor')} of the optimizer in place, "
-            f"copies {many(kinds[InputKind.COPIED], 'input')}; "
-            f"{many(numbers, 'number')} in its key"
+            f"reads {many(len(layout.parameters), 'parameter')} and {many(own, 'tensor')} of the optimizer in place, "
+            f"copies {many(len(layout.copied), 'input')}"
         )
         told = self._runner.reasons.told(dataclasses.asdict(stats))
         return [about, *map(str, told)]

@@ -143,10 +143,11 @@ def _compiled(fn: Fn, given: dict[str, Any]) -> Iterator[Callable[..., Any]]:
 
 def _owners(before: Mapping[int, int]) -> list[Owner]:
     """Owners of graphs that live, and were called more often than `before` tells by number."""
+    calls = telemetry.now().calls
     found = {
         id(each.owner): each.owner
         for number, (_, runs) in telemetry.graph_runs().items()
-        if telemetry.calls_of(runs) > before.get(number, 0)
+        if calls.get(number, 0) > before.get(number, 0)
         for each in watch.live(runs)
         if each.owner is not None
     }

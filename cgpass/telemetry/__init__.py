@@ -238,20 +238,6 @@ def graphs(since: int = 0) -> tuple[GraphSummary, ...]:
     return tuple(graph for number, (graph, _) in graph_runs().items() if number >= since)
 
 
-def calls_of(runs: Sequence[GraphRun]) -> int:
-    """Calls of a graph."""
-    return sum(run.tally.calls for run in runs)
-
-
-def others() -> "weakref.WeakKeyDictionary[Any, tuple[int, int, int]]":
-    """Counts of training steps and of what was graphed by hand, see `Moment.others`."""
-    with _registry.lock:
-        counts = [
-            (each, (each.calls, each.whole_calls, each.later_calls)) for each in _registry.others
-        ]
-    return weakref.WeakKeyDictionary(counts)
-
-
 def now() -> Moment:
     """Look at all counts."""
     runs = graph_runs().items()
@@ -261,8 +247,10 @@ def now() -> Moment:
         for run in each
         for name, part in run.parts.items()
     }
-    calls = {number: calls_of(each) for number, (_, each) in runs}
-    return Moment(counters(), calls, parts, others())
+    calls = {number: sum(run.tally.calls for run in each) for number, (_, each) in runs}
+    with _registry.lock:
+        others = [(x, (x.calls, x.whole_calls, x.later_calls)) for x in _registry.others]
+    return Moment(counters(), calls, parts, weakref.WeakKeyDictionary(others))
 
 
 def begin_summary() -> None:
