@@ -4,18 +4,16 @@ Note [A whole step]
     The loss is compiled as ever, so Dynamo's guards cover the user's Python in each call, and nothing that it reads is
     frozen. Where Dynamo calls the forward graph, a step runs one recording instead: the forward's kernels, the
     backward's for a gradient of ones, and the optimizer's own `step()`. Where some of the loss can't be captured, the
-    parts of forward and backward run in turn, without autograd, and the recording is that of the update. A call that
-    can't be so either runs in pieces: forward, backward and optimizer one after the other, as the user would write them.
+    parts of forward and backward run in turn, without autograd, and the recording is that of the update. Else a call
+    runs in pieces: forward, backward and optimizer one after the other, as the user would write them.
 
     The first call of each variant that Dynamo compiles goes in pieces, since optimizers make their state then, and
     tells whether the next ones may be whole (`_why_never`). What may change from call to call is looked at in each
-    (`TrainStep._why_pieces`, `_Whole.why_not`): gradients from before, hooks, modes, the optimizer's tensors. What else
-    `step()` reads on the host is in the recording's key, with the places of the optimizer's tensors (`_Update.read`).
-    One call of native code goes through all that optimizers have, and tells if it is as before.
+    (`TrainStep._why_pieces`, `_Whole.why_not`). What else `step()` reads on the host is in the recording's key, with
+    the places of the optimizer's tensors (`_Update.read`); native code tells if those are as before.
 
-    Learning rates are tensors while a step runs, in both ways, filled before it from what the groups have. So a schedule
-    costs no recording, and both ways have the same bits. Only hooks on `step()`, which may change them, find them as the
-    user left them; with such hooks every call goes in pieces.
+    Learning rates are tensors while a step runs, in both ways, filled from what the groups have. So a schedule costs no
+    recording, and both ways have the same bits. Only hooks on `step()`, which may change them, find the user's own.
 """
 
 import contextlib
@@ -157,7 +155,7 @@ class TrainStep:
         )
         self._compiled = torch.compile(fn, fullgraph=True, backend=cgpass, options=given)
         self._broken = torch.compile(fn, backend=cgpass, options=given)
-        self._broken_at: str | None = None
+        self._why_broken: str | None = None
         """Why the loss is several graphs."""
         self._too_often = False
         """True if Dynamo compiles no more variants; those that it knows go on."""
@@ -245,8 +243,8 @@ class TrainStep:
 
     def _forward(self, call: "_Call", batch: _Args, named: dict[str, Any]) -> _Args:
         self._too_often = self._too_often and bool(self._variants)  # none: all was forgotten
-        broken_at = self._broken_at
-        if broken_at is None and not self._too_often:
+        why = self._why_broken
+        if why is None and not self._too_often:
             try:
                 return self._compiled(batch, named)
             except torch_private.not_one_graph() as error:
@@ -254,12 +252,12 @@ class TrainStep:
                     raise
                 self._too_often = torch_private.is_recompile_limit(error)
                 if not self._too_often:
-                    broken_at = next(iter(str(error).strip().splitlines()), "")
-        if broken_at is not None:
-            call.why = f"the loss is not one graph: {broken_at}; {_ITS_LINE}"
+                    first = next(iter(str(error).strip().splitlines()), "")
+                    why = f"the loss is not one graph: {first}; {_ITS_LINE}"
+        call.why = why or call.why
         # If the loss raises, its next call may be one graph: Dynamo must not come to know it as several before.
-        found = (self._broken if broken_at is self._broken_at else self._fn)(batch, named)
-        self._broken_at = broken_at
+        found = (self._broken if why is self._why_broken else self._fn)(batch, named)
+        self._why_broken = why
         return found
 
     def _run_pieces(self, loss: torch.Tensor) -> None:
