@@ -36,18 +36,15 @@ def graph_breaks(
     """
     ends = [graph.graph_break for graph in graphs if graph.graph_break is not None]
     functions = {_function_at(graph.place) for graph in graphs}
-    places, lines = [graph.place for graph in graphs], [each.line for each in ends]
-    noted = torch_private.graph_breaks()
-    new = untold([each for each in noted if each not in before], lines, places)
-    lines += [each.line for each in new]
-    old = [
+    noted = [
         each
-        for each in noted
-        if each in before and not each.over and _function_of(each) in functions
+        for each in torch_private.graph_breaks()
+        if each not in before or (not each.over and _function_of(each) in functions)
     ]
-    known = [replace(each, is_earlier=True) for each in untold(old, lines, places)]
+    noted.sort(key=before.__contains__)
+    others = untold(noted, before, [each.line for each in ends], [each.place for each in graphs])
     every: dict[Any, Reason] = {}
-    for each in (*ends, *new, *known):
+    for each in (*ends, *others):
         every.setdefault((place_of(each.line) or each, each.rest), each)
     left = [each for each in every.values() if each.rest is not None]
     return [each for each in every.values() if each.rest is None], left

@@ -5,7 +5,7 @@ import os
 import re
 import sysconfig
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -87,6 +87,7 @@ def graph_break_of(gm: fx.GraphModule) -> Reason | None:
 
 def untold(
     noted: Iterable[torch_private.GraphBreak],
+    earlier: Container[torch_private.GraphBreak],
     told: Iterable[str | None],
     places: Iterable[str | None],
 ) -> list[Reason]:
@@ -107,7 +108,7 @@ def untold(
         )
         if rest is None and not mine:
             continue
-        reason = _of_stack(each.text, each.stack)
+        reason = replace(_of_stack(each.text, each.stack), is_earlier=each in earlier)
         found.setdefault((place_of(reason.line), rest), reason)
     known |= {place for place, rest in found if rest is not None}
     return [
