@@ -36,18 +36,15 @@ def graph_breaks(
     """
     ends = [graph.graph_break for graph in graphs if graph.graph_break is not None]
     functions = {_function_at(graph.place) for graph in graphs}
-    places, lines = [graph.place for graph in graphs], [each.line for each in ends]
-    noted = torch_private.graph_breaks()
-    new = untold([each for each in noted if each not in before], lines, places)
-    lines += [each.line for each in new]
-    old = [
+    noted = [
         each
-        for each in noted
-        if each in before and not each.over and _function_of(each) in functions
+        for each in torch_private.graph_breaks()
+        if each not in before or (not each.over and _function_of(each) in functions)
     ]
-    known = [replace(each, is_earlier=True) for each in untold(old, lines, places)]
+    noted.sort(key=before.__contains__)
+    others = untold(noted, before, [each.line for each in ends], [each.place for each in graphs])
     every: dict[Any, Reason] = {}
-    for each in (*ends, *new, *known):
+    for each in (*ends, *others):
         every.setdefault((place_of(each.line) or each, each.rest), each)
     left = [each for each in every.values() if each.rest is not None]
     return [each for each in every.values() if each.rest is None], left
@@ -55,15 +52,15 @@ def graph_breaks(
 
 def left_to_eager(before: Sequence[Any]) -> list[Reason]:
     """Functions whose last compilation was given up; of those noted `before` only what was compiled for our backend."""
-    old, notes, found = set(map(id, before)), torch_private.compilations(), list[Reason]()
+    old, living = set(map(id, before)), _last(torch_private.compilations(since_reset=True))
     ours = {each.function for each in torch_private.graph_breaks() if not each.over}
-    for function, each in _last(notes).items():
-        if id(each) not in old and torch_private.was_given_up(each):
-            found.append(_described(function, each))
-    for function, each in _last(torch_private.compilations(since_reset=True)).items():
+    found = []
+    for function, each in (_last(torch_private.compilations()) | living).items():
+        is_old = id(each) in old
         is_ours = torch_private.is_ours(each) or (function[0], function[-1]) in ours
-        if id(each) in old and is_ours and len(function) > 1 and torch_private.was_given_up(each):
-            found.append(replace(_described(function, each), is_earlier=True))
+        counts = not is_old or (is_ours and len(function) > 1 and living.get(function) is each)
+        if counts and torch_private.was_given_up(each):
+            found.append(replace(_described(function, each), is_earlier=is_old))
     return found
 
 

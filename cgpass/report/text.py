@@ -13,8 +13,6 @@ from cgpass.telemetry.reason import OTHER_FIXES, Reason, many
 WIDTH: Final = 100
 _LISTED: Final = 12
 """Findings that the text lists."""
-_SHOWN: Final = 6
-"""Recordings of a partition that are listed, the newest."""
 _ROW: Final = "    {:24} {:>6} {:>6} {:>8} {:>8} {:>10} {:>8} {:>9}"
 """Of the table of partitions; longer names have a line of their own."""
 NOTHING: Final = (
@@ -115,8 +113,6 @@ def facts(report: Facts) -> Iterator[str]:
             f"{many(grown.get('recordings', 0), 'recording')} made, {many(grown.get('replays', 0), 'replay')}, "
             f"{many(grown.get('warmups', 0), 'warm-up')}, {size(grown.get('copied_bytes', 0))} copied"
         )
-    if report.settled is False:
-        yield "it did not settle: calls went on recording or compiling"
 
 
 # ---- what costs most
@@ -297,7 +293,7 @@ def table(graph: GraphReport) -> Iterator[str]:
 
 
 def _facts(part: PartitionReport) -> Iterator[str]:
-    """Say where a captured partition's inputs and outputs lie, and why its recordings were made."""
+    """Say where a captured partition's inputs and outputs lie."""
     found = []
     if part.copied_inputs:
         copied = [f"{each.name} ({size(each.num_bytes)})" for each in part.copied_inputs]
@@ -308,16 +304,7 @@ def _facts(part: PartitionReport) -> Iterator[str]:
         found.append(f"outputs {size(part.output_bytes)}")
     if warmups := part.counts.get("warmups", 0):
         found.append(many(warmups, "warm-up"))
+    if times := [each.record_ms for each in part.recordings if each.record_ms is not None]:
+        found.append(f"a recording takes {milliseconds(sum(times) / len(times))}")
     if found:
         yield "; ".join(found)
-    made = part.counts.get("recordings", len(part.recordings))
-    shown = [*enumerate(part.recordings, made - len(part.recordings) + 1)][-_SHOWN:]
-    if made > 1 or any(each.cause != "first" for each in part.recordings):
-        for number, each in shown:
-            warm_up = (
-                "" if each.warm_up_ms is None else f", warm-up {milliseconds(each.warm_up_ms)}"
-            )
-            took = "" if each.record_ms is None else f" ({milliseconds(each.record_ms)}{warm_up})"
-            yield f"recording {number}{took}: {each.cause}: {each.detail}"
-    if len(shown) < made:
-        yield f"{made - len(shown)} earlier recordings are not listed"

@@ -201,6 +201,23 @@ def test_a_sync_before_the_first_operator_is_named(compiled):
     assert cgpass.explain(chain, X, training=False).graph_breaks == ()
 
 
+def test_a_break_from_before_a_reset_is_none_of_a_function_that_has_it_no_more():
+    breaks = [True]
+
+    def fn(x):
+        if breaks:
+            torch._dynamo.graph_break()
+        return chain(x)
+
+    call = torch.compile(fn, backend="cgpass")
+    call(X)
+    torch.compiler.reset()
+    breaks.clear()
+    call(X)
+    assert cgpass.explain(call, X, training=False).graph_breaks == ()
+    assert "graph break" not in cgpass.summary()
+
+
 def test_a_function_of_nothing_but_a_break_is_told_of():
     def only_says(x):
         print("all of it", x.shape)  # noqa: T201  the line to name

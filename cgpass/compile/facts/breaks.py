@@ -5,7 +5,7 @@ import os
 import re
 import sysconfig
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -87,6 +87,7 @@ def graph_break_of(gm: fx.GraphModule) -> Reason | None:
 
 def untold(
     noted: Iterable[torch_private.GraphBreak],
+    earlier: Container[torch_private.GraphBreak],
     told: Iterable[str | None],
     places: Iterable[str | None],
 ) -> list[Reason]:
@@ -99,20 +100,15 @@ def untold(
     files = {place_of(place).rpartition(":")[0] for place in places}
     found: dict[Any, Reason] = {}
     for each in noted:
-        users = [frame for frame in each.stack if _is_users(frame)]
         rest = _left_by_torch(each.stack)
-        mine = (
-            _INSTALLED.search(frame.filename) is None or os.path.basename(frame.filename) in files
-            for frame in users
-        )
-        if not each.stack or (rest is None and not any(mine)):
-            continue
         mine = any(
             _is_users(frame)
             and (not _INSTALLED.search(frame.filename) or os.path.basename(frame.filename) in files)
             for frame in each.stack
         )
-        reason = _of_stack(each.text, each.stack)
+        if rest is None and not mine:
+            continue
+        reason = replace(_of_stack(each.text, each.stack), is_earlier=each in earlier)
         found.setdefault((place_of(reason.line), rest), reason)
     known |= {place for place, rest in found if rest is not None}
     return [
