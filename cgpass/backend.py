@@ -41,8 +41,11 @@ from cgpass.telemetry.reason import Reason
 
 log = logging.getLogger(__name__)
 
-_GRAPHS: Final = "triton.cudagraphs"
-_OUR_GRAPHS: Final = "cgpass makes the CUDA graphs; leave Inductor's own out"
+_OURS: Final = {
+    "triton.cudagraphs": "cgpass makes the CUDA graphs; leave Inductor's own out",
+    "custom_partitioner_fn": "cgpass splits the joint graph itself",
+}
+"""Settings of Inductor that nobody may change."""
 
 
 def cgpass(
@@ -97,7 +100,7 @@ def parse_options(options: Mapping[str, Any] | Options | None) -> Options:
     known = torch_private.inductor_option_names() if strangers else ()
     for name in strangers.intersection(known):
         where = f"it is a setting of Inductor, so give it as options={{'inductor': {{{name!r}: {given[name]!r}}}}}"
-        hint = _OUR_GRAPHS if name == _GRAPHS else where
+        hint = _OURS.get(name, where)
         raise OptionError(f"cgpass: unknown option {name!r}; {hint}")
     return Options.parse(options)
 
@@ -106,8 +109,8 @@ def _check_names(options: Options) -> None:
     """Refuse Inductor settings that are none; warn of operators that nobody registered."""
     known = torch_private.inductor_option_names() if options.inductor else ()
     for name in options.inductor:
-        if name == _GRAPHS:
-            raise OptionError(f"inductor={{{name!r}: ...}}: {_OUR_GRAPHS}")
+        if name in _OURS:
+            raise OptionError(f"inductor={{{name!r}: ...}}: {_OURS[name]}")
         if name not in known:
             near = nearest(name, known)
             hint = f"; did you mean {near!r}?" if near else ""
@@ -175,6 +178,8 @@ class Compilation:
             graph_break=graph_break_of(gm),
         )
         self._training = TrainingCall()
+        self._formulas: list[Any] = []
+        """See `formulas.watched`."""
         self._cache = GraphCache(self._inductor_compile)
 
     # ---- wiring
@@ -182,7 +187,11 @@ class Compilation:
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Hand the graph to AOTAutograd with our split and our compilers."""
         told = progress.shown(f"compiling {self._source.place or 'a graph'}", self.options.progress)
-        with told, formulas.watched(gm), torch_private.double_backwards_raise(DoubleBackwardError):
+        with (
+            told,
+            formulas.watched(gm, self._formulas),
+            torch_private.double_backwards_raise(DoubleBackwardError),
+        ):
             compiled = self._compile(gm, example_inputs)
         return self._training.around(compiled, gm)
 
@@ -262,6 +271,7 @@ class Compilation:
             fn = self._with_pairs(result.gm, example_inputs, compiler, pairs)
         else:
             fn = self._compile_tensors(gm, example_inputs, compiler)
+        setattr(fn, "formulas", self._formulas)  # noqa: B010  as long as there is who may call them
         if direction == "forward":
             self._training.note_forward(fn)
         elif direction == "backward":
