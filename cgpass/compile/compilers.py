@@ -55,7 +55,7 @@ class Compiler:
         ]
         inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
         as_traced = outputs_as_traced(gm)
-        with torch_private.own_tracing_context(inputs):
+        with torch_private.own_tracing_context():
             fn = torch_private.inductor_inner(
                 gm,
                 inputs,

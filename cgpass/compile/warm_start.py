@@ -67,14 +67,12 @@ class GraphCache:
                     kept, gm, inputs = data, anew, fakes
         except Exception as error:
             log.info("a graph is not kept in AOTAutograd's cache: %s", error)
-        with torch_private.compiled_by_themselves():
-            return torch_private.cached_code(self._compile(gm, inputs, **settings), kept)
+        return torch_private.cached_code(self._compile(gm, inputs, **settings), kept)
 
     def restore(self, kept: bytes, settings: Mapping[str, Any]) -> Boxed:
         """Compile a graph that AOTAutograd's cache kept, with this compilation's own settings."""
         own = {name: value for name, value in settings.items() if name in _OF_THE_CALL}
-        # `Pause`: collections would look at these many objects again and again
-        with Pause(), torch_private.compiled_by_themselves():
+        with Pause():  # collections would look at these many objects again and again
             gm, inputs, lasting = torch_private.unpickled(kept)
             fn = self._compile(gm, inputs, **lasting, **own)
         telemetry.compile_stats.graphs_kept += 1

@@ -69,15 +69,6 @@ def compile_with_inductor(
     return compiled
 
 
-@contextlib.contextmanager
-def compiled_by_themselves() -> Iterator[None]:
-    """Have Inductor use its own cache for graphs that AOTAutograd's keeps before they are compiled."""
-    from torch._functorch import config
-
-    with config.patch(bundled_autograd_cache=False):
-        yield
-
-
 def compile_with_aten(
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -110,31 +101,31 @@ def inductor_inner(
     """`compile_fx_inner` with Inductor's own CUDA graphs off; boxed.
 
     Our split is taken out of Inductor's configuration: it has done its work, and Inductor's code cache can't pickle it.
+    That cache is used though AOTAutograd's keeps the graph, as it is before it is compiled.
     """
+    from torch._functorch import config as functorch_config
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.utils import BoxedBool
 
     kwargs["cudagraphs"] = BoxedBool(False)
-    with config.patch(custom_partitioner_fn=None):
+    with (
+        config.patch(custom_partitioner_fn=None),
+        functorch_config.patch(bundled_autograd_cache=False),
+    ):
         return compile_fx_inner(gm, example_inputs, **kwargs)
 
 
 @contextlib.contextmanager
-def own_tracing_context(inputs: Sequence[Any]) -> Iterator[None]:
-    """A fresh TracingContext with the ambient fake mode (that of `inputs` where there is none), for one piece of a graph.
+def own_tracing_context() -> Iterator[None]:
+    """A fresh TracingContext with the ambient fake mode, for one piece of a graph.
 
     A second piece in the same context trips Inductor's check that output strides are reported once, and a piece
     would read the whole backward graph's donated buffers by position.
     """
     from torch._guards import TracingContext, tracing
 
-    outer = TracingContext.try_get()
-    mode = None if outer is None else outer.fake_mode
-    if mode is None:
-        modes = (getattr(value, "fake_mode", None) for value in inputs)
-        mode = next((found for found in modes if found is not None), None)
-    with tracing(TracingContext(mode)):
+    with tracing(TracingContext(TracingContext.get().fake_mode)):
         yield
 
 
