@@ -50,7 +50,7 @@ def passes_for(gm: fx.GraphModule, options: Options, target: Target) -> tuple[Pa
     return graph_passes(options, collectives=not communicates or may_be_captured(target.device))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class GraphBuilder:
     """Makes one graph of a function callable."""
 

@@ -79,16 +79,14 @@ class FailedOperators:
     def add(self, node: fx.Node, why: _Why) -> bool:
         """Add the operator of a node, and have the function compiled again; returns whether it will be."""
         code = None if self._code is None else self._code()
-        if (
-            code is None
-            or self._compile_id is None
-            or self._communicates
-            or not torch_private.compile_again(code, self._compile_id)
-        ):
+        if code is None or self._compile_id is None or self._communicates:
             return False
         known = _known.setdefault(code, _Known())
+        if self._function not in known.replaced:  # else another operator of it failed before
+            if not torch_private.compile_again(code, self._compile_id):
+                return False
+            known.replaced.append(self._function)
         known.operators[_name(node)] = why
-        known.replaced.append(self._function)
         return True
 
 

@@ -121,7 +121,8 @@ def double_backwards_raise(error: Callable[[], Exception]) -> Iterator[None]:
     """Have what AOTAutograd compiles inside raise an error of ours where its gradients are differentiated again.
 
     AOTAutograd makes an autograd function for each graph, whose gradients under `create_graph=True` end in a node that
-    raises; ours does before it.
+    raises, if they depend on saved tensors that require grad. Autograd leaves such nodes out where they lead to nothing
+    that is wanted; ours leads to all leaves that the gradients depend on.
 
     Source: torch/_functorch/_aot_autograd/runtime_wrappers.py, `CompiledFunction`; _dynamo/decorators.py `skip`, 2.11 to
     2.15.
@@ -145,21 +146,37 @@ def _once_differentiable(
     from torch._dynamo.decorators import skip
 
     def once(ctx: Any, *grads: Any) -> Any:
-        found = tuple(backward(ctx, *grads))
         if not torch.is_grad_enabled():
-            return found
-        return _only_once(error, torch.empty(0, requires_grad=True), *found)
+            return backward(ctx, *grads)
+        given = (
+            grads[0] if isinstance(grads[0], list) else grads
+        )  # 2.14 gives one list, to be emptied
+        sources = [*_leaves(ctx), *given]
+        return _only_once(error, tuple(backward(ctx, *grads)), *sources)
 
     skip(once)  # where a compiled function calls the backward, Dynamo looks at each frame in it
     return once
 
 
+def _leaves(node: Any) -> list[torch.Tensor]:
+    """Leaves that a node of an autograd graph leads to."""
+    seen, due, found = set(), [node], []
+    while due:
+        if (at := due.pop()) is None or at in seen:
+            continue
+        seen.add(at)
+        due += [each for each, _ in at.next_functions]
+        if hasattr(at, "variable"):
+            found.append(at.variable)
+    return found
+
+
 class _OnlyOnce(torch.autograd.Function):
-    """Gradients under `create_graph=True`: theirs raise."""
+    """Gradients under `create_graph=True`: theirs raise. They depend on the tensors behind them."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:  # pyrefly: ignore[bad-override]
-        ctx.error, _, *found = args
+        ctx.error, found, *_ = args
         return tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in found)
 
     @staticmethod

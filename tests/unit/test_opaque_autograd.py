@@ -1,10 +1,13 @@
 """Custom operators whose formula can't be traced are hidden; everything else is left alone."""
 
+import gc
+
 import pytest
 import torch
 
 import cgpass
 from cgpass import telemetry
+from cgpass.compile import formulas
 
 # Inductor's own, as it is loaded
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
@@ -239,6 +242,27 @@ def test_inside_a_checkpoint():
 def test_a_formula_is_an_operator_of_its_own_only_if_it_reads_data(call, hidden):
     for graph in compare(lambda x: call(x.sin()).cos(), lambda: (leaf(3),)):
         assert kinds(graph) == (["captured", "eager", "captured"] if hidden else ["captured"])
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("driver", ["simulated", "none"])
+def test_traced_calls_of_formulas_live_as_long_as_who_may_call_them(compiler, driver):
+    """A backward is due when its function is forgotten; with symbolic sizes it may not be compiled before."""
+    options = {"driver": driver, "compiler": compiler, **OPTIONS}
+    gc.collect()
+    before = len(formulas._calls)
+    args = leaf(4, 3), leaf(3, 3), OFFS, None
+    fn = torch.compile(layered, backend=cgpass.cgpass, options=options, dynamic=True)
+    out = fn(*args)
+    del fn
+    torch.compiler.reset()
+    gc.collect()
+    assert len(formulas._calls) == before + 1
+    found = torch.autograd.grad(out.sum(), args[:2])
+    torch.testing.assert_close(found, torch.autograd.grad(layered(*args).sum(), args[:2]))
+    del out
+    gc.collect()
+    assert len(formulas._calls) == before
 
 
 def test_operators_of_lists_break_the_graph():
