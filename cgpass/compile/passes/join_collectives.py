@@ -19,7 +19,7 @@ from torch import fx
 from cgpass import torch_private
 from cgpass.compile.facts import values
 from cgpass.compile.facts.partition_tag import PartitionTag, get_tag, set_tag
-from cgpass.compile.passes.base import Pass, PassContext, PassResult, inherit_meta
+from cgpass.compile.passes.base import Pass, PassContext, inherit_meta
 from cgpass.errors import PostconditionError
 
 
@@ -32,9 +32,8 @@ class JoinCollectives(Pass):
 
     name: ClassVar[str] = "join_collectives"
 
-    def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
-        """Add waits to `gm`, in place."""
-        del ctx
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> tuple[()]:
+        """Add waits to `gm`."""
         for node in _collectives(gm):
             _name_all_results(node)
         unjoined = list(_unjoined(gm))
@@ -49,7 +48,7 @@ class JoinCollectives(Pass):
             for user in outside:
                 user.replace_input_with(result, wait)
             last[tag] = wait
-        return PassResult(gm, bool(unjoined))
+        return ()
 
     def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:
         """Nothing that is started is left to others."""

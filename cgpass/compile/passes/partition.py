@@ -21,7 +21,7 @@ from cgpass.compile.facts import values
 from cgpass.compile.facts.capturability import is_passive, why_not_capturable
 from cgpass.compile.facts.lines import user_line
 from cgpass.compile.facts.partition_tag import PartitionTag, get_tag, set_tag
-from cgpass.compile.passes.base import Pass, PassContext, PassResult
+from cgpass.compile.passes.base import Pass, PassContext
 from cgpass.errors import PostconditionError
 from cgpass.telemetry.reason import OTHER_FIXES, Reason, many
 
@@ -45,7 +45,7 @@ class Partition(Pass):
     collectives: bool = True
     """True if collectives may be captured."""
 
-    def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> list[Reason]:
         """Tag `gm`'s nodes, in an order with few boundaries."""
         groups = _groups(gm)
         reasons = [
@@ -66,8 +66,7 @@ class Partition(Pass):
             order = find_order(_problem(gm, groups, captured), self.max_memory_increase)
         segments = _cut(groups, reasons, order, minimum)
         _apply(gm, groups, segments)
-        notes = [reason for segment in segments for _, reason in segment if reason is not None]
-        return PassResult(gm, True, tuple(notes))
+        return [reason for segment in segments for _, reason in segment if reason is not None]
 
     def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:
         """Partitions are contiguous, numbered in order and alternate."""
