@@ -18,7 +18,7 @@ from torch import fx
 
 from cgpass import torch_private
 from cgpass.compile.facts import values
-from cgpass.compile.facts.partition_tag import PartitionTag, get_tag, set_tag
+from cgpass.compile.facts.partition_tag import KEY, PartitionTag, get_tag, set_tag
 from cgpass.compile.passes.base import Pass, PassContext, inherit_meta
 from cgpass.errors import PostconditionError
 
@@ -66,8 +66,7 @@ def _collectives(gm: fx.GraphModule) -> list[fx.Node]:
 def _unjoined(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, PartitionTag]]:
     """Results of collectives that their own partition does not wait for."""
     for node in _collectives(gm):
-        tag = get_tag(node)
-        assert tag is not None
+        tag = node.meta[KEY]
         for result in _results(node):
             if not any(get_tag(wait) == tag for wait in _waits(result)):
                 yield result, tag
@@ -93,7 +92,7 @@ def _name_all_results(node: fx.Node) -> None:
         with node.graph.inserting_after(node):
             result = node.graph.call_function(operator.getitem, (node, position))
         inherit_meta(result, node, node.meta["val"][position])
-        set_tag(result, get_tag(node))
+        set_tag(result, node.meta[KEY])
 
 
 def _waits(result: fx.Node) -> Iterable[fx.Node]:
