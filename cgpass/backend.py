@@ -23,9 +23,9 @@ from cgpass.compile.facts.partition_tag import get_tag
 from cgpass.compile.facts.target import find_target
 from cgpass.compile.facts.values import graph_outputs, has_nested_ints
 from cgpass.compile.layouts import laid_out_otherwise
-from cgpass.compile.passes import rng_passes
 from cgpass.compile.passes.base import Direction, PassContext, run_passes
-from cgpass.compile.passes.rng_pairs import RngPairs, split_joint
+from cgpass.compile.passes.own_gradients import OwnGradients
+from cgpass.compile.passes.rng_pairs import FunctionalizeRng, RngPairs, split_joint
 from cgpass.compile.training import TrainingCall
 from cgpass.compile.warm_start import GraphCache
 from cgpass.errors import DoubleBackwardError, DriverUnavailableError, OptionError
@@ -37,7 +37,6 @@ from cgpass.runtime.owner import Owner, release_all
 from cgpass.runtime.rng import caller_of
 from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.telemetry import progress, tracing
-from cgpass.telemetry.reason import Reason
 
 log = logging.getLogger(__name__)
 
@@ -244,10 +243,10 @@ class Compilation:
             settings=settings,
         )
         context = PassContext(device=torch.device("cpu"), stage="rng", direction=direction)
-        result = run_passes(rng_passes(), gm, context)
-        if result.notes:
-            (pairs,) = result.notes
-            fn = self._with_pairs(result.gm, example_inputs, compiler, pairs)
+        # By themselves: a graph that runs plainly must repeat its forward's numbers, too, and give gradients apart.
+        found = run_passes((OwnGradients(), FunctionalizeRng()), gm, context)
+        if found:
+            fn = self._with_pairs(gm, example_inputs, compiler, *found)
         else:
             fn = self._compile_tensors(gm, example_inputs, compiler)
         setattr(fn, "formulas", self._formulas)  # noqa: B010  as long as there is who may call them
@@ -301,10 +300,8 @@ class Compilation:
         original = copy_of(gm) if has_cpu_scalars(gm) else gm
         otherwise = laid_out_otherwise(gm, example_inputs) if direction == "backward" else []
         self._failed.mark(gm)
-        result = run_passes(passes_for(gm, self.options, target), gm, context)
-        gm = result.gm
+        reasons = run_passes(passes_for(gm, self.options, target), gm, context)
         tags = {tag for tag in map(get_tag, gm.graph.nodes) if tag is not None}
-        reasons = [note for note in result.notes if isinstance(note, Reason)]
         # A partition gets the sizes alone that it reads, of which nested integers are none.
         is_whole = len(tags) == 1 and not (
             has_nested_ints(gm) or any(map(is_argument, gm.graph.nodes))
@@ -327,7 +324,7 @@ class Compilation:
         build.visible = frozenset(range(output.meta.get(_NUM_RETURNED, len(graph_outputs(gm)))))
         if is_whole:
             return build.whole(gm, example_inputs)
-        return build.partitioned(gm, context, otherwise)
+        return build.partitioned(gm, otherwise)
 
     def _is_static(self, node: fx.Node) -> bool:
         """Tell if a forward or inference graph's input keeps its address, as AOTAutograd knows."""

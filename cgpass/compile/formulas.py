@@ -21,7 +21,7 @@ from torch import fx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from cgpass import torch_private
-from cgpass.compile.facts.ancestry import note_untraceable
+from cgpass.compile.facts.capturability import note_untraceable
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ Run = Any
 
 
 def build_plan(gm: fx.GraphModule, runs: Mapping[str, Run], visible: frozenset[int]) -> Plan:
-    """Plan the calls of a graph as `Outline` leaves it: `runs` by submodule, `visible` positions of outputs that the user gets."""
+    """Plan the calls of a graph as `outline` leaves it: `runs` by submodule, `visible` positions of outputs that the user gets."""
     slots: dict[fx.Node, int] = {}
     constants: list[tuple[int, Any]] = []
     steps: list[Step] = []

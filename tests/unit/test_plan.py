@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.compile.passes.base import PassContext, run_passes
-from cgpass.compile.passes.outline import Outline
+from cgpass.compile.passes.outline import outline
 from cgpass.compile.passes.partition import Partition
 from cgpass.compile.plan import Argument, Single, build_plan
 from cgpass.runtime.executor import Executor, Plan, Step
@@ -20,8 +20,8 @@ CPU = torch.device("cpu")
 
 def outlined(fn, *args, unsafe=(), mode="fake"):
     gm = make_fx(fn, tracing_mode=mode)(*args)
-    passes = [Partition(frozenset(unsafe), 1), Outline()]
-    gm = run_passes(passes, gm, PassContext(CPU, "outline", "forward")).gm
+    run_passes([Partition(frozenset(unsafe), 1)], gm, PassContext(CPU, "graph", "forward"))
+    gm = outline(gm)
     runs = {
         name: lambda values, part=part: part(*values)
         for name, part in gm.named_children()

@@ -213,6 +213,11 @@ def argument(node: fx.Node, name: str) -> object:
     return None
 
 
+def argument_tensors(node: fx.Node, name: str) -> list[torch.Tensor]:
+    """The tensors that a node passes for the argument `name`, in lists, too."""
+    return [tensor for arg in _nodes(argument(node, name)) for tensor in tensors(arg)]
+
+
 def is_random(node: fx.Node) -> bool:
     """Tell if a node draws random numbers, so that its order among such nodes matters; attention without dropout doesn't."""
     if hop_name(node) in RANDOM_HOPS:

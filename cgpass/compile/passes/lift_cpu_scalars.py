@@ -14,7 +14,7 @@ from torch import fx
 from cgpass import torch_private
 from cgpass.compile.facts import values
 from cgpass.compile.facts.capturability import LIFTED, why_not_capturable
-from cgpass.compile.passes.base import Pass, PassContext, PassResult, inherit_meta
+from cgpass.compile.passes.base import Pass, PassContext, inherit_meta
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -97,14 +97,14 @@ class LiftCpuScalars(Pass):
     aten_kernels: bool = False
     """Set if aten's kernels run captured partitions, not Inductor's, which read scalars alike wherever they lie."""
 
-    def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
-        """Rewrite `gm` in place."""
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> tuple[()]:
+        """Rewrite `gm`."""
         lift = _Lift(gm, ctx.device, self)
         changed = [lift.scalar(source, readers) for source, readers in lift.scalars().items()]
         changed += [lift.copy(node) for node in lift.copies()]
         if any(changed):
             gm.graph.eliminate_dead_code()
-        return PassResult(gm, any(changed))
+        return ()
 
 
 class _Lift:
@@ -231,10 +231,8 @@ class _Lift:
         assert isinstance(first, fx.Node)
         assert isinstance(second, fx.Node)
         value = reader.meta["val"]
-        common = torch.result_type(first.meta["val"], second.meta["val"])
-        common = value.dtype if divides else common
-        wide = _WIDE.get(common, common)
-        if wide == common and not divides:
+        wide = _WIDE.get(value.dtype, value.dtype)
+        if wide == value.dtype and not divides:
             return
         first, second = self._cast(first, wide, reader), self._cast(second, wide, reader)
         if divides:
@@ -244,13 +242,13 @@ class _Lift:
                 aten.reciprocal.default, second, before=reader, of=reader, value=inverse
             )
         reader.args = (first, second, *reader.args[2:])
-        if value.dtype == common != wide:
+        if wide != value.dtype:
             reader.meta["val"] = _like(value, dtype=wide)
             narrow = self._call(
                 aten._to_copy.default, reader, before=reader.next, of=reader, value=value
             )
             reader.replace_all_uses_with(narrow)
-            narrow.args, narrow.kwargs = (reader,), {"dtype": common}
+            narrow.args, narrow.kwargs = (reader,), {"dtype": value.dtype}
 
     def _cast(self, node: fx.Node, dtype: torch.dtype, reader: fx.Node) -> fx.Node:
         if node.meta["val"].dtype == dtype:

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from cgpass import torch_private
 from cgpass.compile.facts import values
 from cgpass.compile.facts.lines import user_line
-from cgpass.compile.passes.base import Pass, PassContext, PassResult
+from cgpass.compile.passes.base import Pass, PassContext
 from cgpass.errors import CheckpointError
 
 PAIR = "cgpass_rng_pair"
@@ -198,11 +198,11 @@ class FunctionalizeRng(Pass):
 
     name: ClassVar[str] = "functionalize_rng"
 
-    def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
-        """See `Pass.run`; the notes are one `RngPairs`, or none where no operator has a pair."""
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> list[RngPairs]:
+        """Return one `RngPairs`, or none where no operator has a pair."""
         marks = [n for n in gm.graph.nodes if POSITIONS in n.meta]
         if not marks:
-            return PassResult(gm, False)
+            return []
         (mark,) = marks
         positions_at = _take_out(gm, mark)
         devices = mark.meta[POSITIONS]
@@ -219,7 +219,7 @@ class FunctionalizeRng(Pass):
             states.append(last)
         for node in [n for n in gm.graph.nodes if PAIR in n.meta]:
             _rewrite(gm, node, states[node.meta[PAIR]])
-        return PassResult(gm, True, (RngPairs(devices, positions_at),))
+        return [RngPairs(devices, positions_at)]
 
 
 def _take_out(gm: fx.GraphModule, mark: fx.Node) -> int:
