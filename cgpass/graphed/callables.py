@@ -120,8 +120,6 @@ class GraphedFunction:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         owner = self._owner
         self.stats.calls += 1
-        if owner is not None:
-            owner.mend()
         if owner is None or owner.closed or owner.driver.is_capturing():
             return self._run_plainly(None, args, kwargs)
         why = self._why_plain()
@@ -130,7 +128,7 @@ class GraphedFunction:
             why = why or "other arguments are one tensor than in the sample"
             return self._run_plainly(why, args, kwargs)
         with owner.lock:
-            owner.driver.enter_call()
+            owner.enter_call()
             pair, members = self._pair(owner)
             why = "it was recorded again more often than max_rerecords, or parameters are computed"
             if pair is not None:

@@ -93,6 +93,7 @@ class Differentiated:
         self._inputs = list(map(_like, self._binding.samples, places, self._binding.requires_grad))
         del places
         versions = [t._version for t in self.leaves]
+        self._first_node = torch_private.next_number()
         args, kwargs = self._binding.call(self._inputs)
         with (
             _Placed(self._statics, self._stand_ins, members),
@@ -162,6 +163,11 @@ class Differentiated:
             if node in seen:
                 continue
             seen.add(node)
+            if torch_private.number_of(node) < self._first_node:  # before hooks change that graph
+                raise GraphedArgumentError(
+                    f"make_graphed_callables: {self._name} uses a result of {node.name()} that requires grad and was made "
+                    "outside of it. Pass it as an argument, or detach it."
+                )
             variable = getattr(node, "variable", None)
             if id(variable) in known:
                 self.reached.add(known[id(variable)])

@@ -46,12 +46,14 @@ class Call:
     of it for ever, since Python's garbage collector does not see into the node.
     """
 
-    __slots__ = ("__weakref__", "members", "name", "pair", "position")
+    __slots__ = ("__weakref__", "ended", "members", "name", "pair", "position")
 
     def __init__(self, pair: "Pair", members: list[torch.Tensor], position: Any) -> None:
         """Args: members: Parameters and buffers of the forward, held as autograd would."""
         self.pair: Pair | None = pair
         self.name, self.members, self.position = pair.description.name, members, position
+        self.ended = False
+        """True once no further backward may come."""
 
     def settle(self) -> None:
         """Nothing more is to come."""
@@ -246,6 +248,8 @@ class Pair:
         for k in self._counted:
             torch.autograd.graph.increment_version(members[k])
         results, saved = outputs[: self._num_results], outputs[self._num_results :]
+        if self._owner.several_threads:
+            fast.copy_out(results, [n for n in forward.own if n < self._num_results])
         wanted = self._take_wanted([*tensors, *members])
         if not with_grad or not graph.with_grad or not any(t.requires_grad for t in wanted):
             return results
@@ -260,7 +264,8 @@ class Pair:
 
     def backward(self, call: Call, saved: list[Any], grads: list[Any]) -> list[Any]:
         """Gradients for what a call wanted some for; the lists are emptied."""
-        owner, d, ends, backward = self._owner, self.description, bool(saved), self._backward
+        owner, d, backward = self._owner, self.description, self._backward
+        call.ended = bool(saved) and not torch_private.keeps_graph()
         with owner.lock:
             owner.driver.enter_call()
             args = [*saved[: self._num_saved], *call.members, *grads, *self._generators]
@@ -279,8 +284,10 @@ class Pair:
                 found = self._run_graph(args)
             if is_due:
                 d.due.append(call)
-            elif ends and not torch_private.keeps_graph():
+            elif call.ended:
                 call.settle()
+            if owner.several_threads:
+                fast.copy_out(found, [i for i, grad in enumerate(found) if grad is not None])
         return found
 
     def _is_in_place(self, args: list[Any], backward: Recording) -> bool:
@@ -344,7 +351,8 @@ class Pair:
             for k, grad in zip(self._split_off, outputs, strict=True):
                 parameter = members[k]
                 parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
-            call.settle()
+            if call.ended and call not in self.description.due:
+                call.settle()
 
     def close(self) -> None:
         """Free the graphs; what is held stays its holders', and a backward that is due runs without a graph."""

@@ -151,6 +151,17 @@ def test_functions_that_use_what_they_do_not_name_are_refused(setting):
         setting.graphed(lambda x: x @ weight, sample, modules=(module,))
 
 
+def test_a_graph_that_a_function_reaches_into_stays_usable(setting):
+    weight = setting.randn(4, grad=True)
+    outside = weight.exp()
+    with pytest.raises(
+        cgpass.errors.GraphedArgumentError, match=r"result of ExpBackward0 .* outside of it"
+    ):
+        setting.graphed(lambda x: (x * outside).sin(), (setting.randn(4, grad=True),))
+    outside.sum().backward()
+    same(weight.grad, outside.detach())
+
+
 def test_modules_that_are_given_in_another_form(setting):
     module, sample = setting.module(net()), (setting.randn(4, 8),)
     for modules, message in (

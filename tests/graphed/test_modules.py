@@ -141,6 +141,23 @@ def test_several_threads(setting):
     assert wrong == []
 
 
+def test_what_several_threads_get_is_no_memory_that_moves(setting):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    owner, x = graphed.graphed._owner, setting.randn(4, 8, grad=True)
+    first = graphed(x)
+    thread = threading.Thread(target=graphed, args=(x,))
+    thread.start()
+    thread.join()
+    second = graphed(x)
+    assert owner.several_threads
+    assert not owner.is_pool_storage(second)
+    (first + second).sum().backward()
+    (plain(x) + plain(x)).sum().backward()
+    same_grads(module, plain)
+    assert not any(owner.is_pool_storage(p.grad) for p in module.parameters())
+
+
 @pytest.mark.gpu
 def test_a_side_stream():
     device = torch.device("cuda", 0)
