@@ -7,9 +7,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cgpass.errors import DriverUnavailableError, GraphedArgumentError
-from cgpass.graphed.around import prepared
 from cgpass.graphed.binding import Binding
-from cgpass.graphed.callables import GraphedFunction
+from cgpass.graphed.callables import GraphedFunction, prepared
 from cgpass.graphed.modules import Target
 from cgpass.graphed.options import GraphedOptions, run_hook
 from cgpass.graphed.pair import Pair
@@ -126,12 +125,11 @@ def _record(
     held: dict[int, tuple[Any, ...]] = {}
     grads: dict[int, Any] = {}
     try:
-        with prepared(options, owner.driver.device), owner.lock, torch.no_grad():
+        with prepared(options, owner.driver.device), owner.lock:
             pairs = [Pair(d, owner, None if d.makes_weight_grads else 0) for d in functions]
             run_hook(options.warmup_hooks, "pre_warmup")
             for number in [number for is_forward, number in schedule.steps if is_forward]:
-                d, states = functions[number], pairs[number].states
-                d.warm_up(owner.driver, states, options.num_warmup_iters, pool=True)
+                pairs[number].warm_up(options.num_warmup_iters, in_pool=True)
             run_hook(options.warmup_hooks, "post_warmup")
             for is_forward, number in schedule.steps:
                 if is_forward:

@@ -155,6 +155,10 @@ def _names(args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int) -> list
     return [roots[root] + rest for root, rest in paths]
 
 
+_OPAQUE = (bool, int, float, complex, str, bytes)
+"""Classes of results that may be others in each run; the recorded run's are returned."""
+
+
 class OutputStructure:
     """How a callable's result is made of the graph's outputs; holds none of its tensors."""
 
@@ -173,6 +177,13 @@ class OutputStructure:
     def is_like(self, other: "OutputStructure") -> bool:
         """Tell whether tensors are in the same places among as many leaves; these and the nodes may be others."""
         return self._places == other._places and len(self._leaves) == len(other._leaves)
+
+    def made_anew(self, before: "OutputStructure") -> str | None:
+        """The class of something that is no tensor and not what the run before had there; None if there is none."""
+        for now, then in zip(self._leaves, before._leaves, strict=True):
+            if not isinstance(now, _OPAQUE) and not equal(now, then):
+                return type(now).__name__
+        return None
 
     def build(self, tensors: Sequence[torch.Tensor]) -> Any:
         """A result with these tensors."""

@@ -1,10 +1,11 @@
 """What is recorded: `Target`, a module or a function with its modules, and `Statics`, what these are like."""
 
+import contextlib
 import copyreg
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -155,7 +156,7 @@ class Target:
         for name in ("reset", "close"):
             if not hasattr(kind, name):
                 members[name] = getattr(function, name)
-        if function.splits_backward:
+        if function.makes_weight_grads is not None:
             members["backward_dw"] = function.backward_dw
         made: Any = type(kind)(kind.__name__, (kind,), members)
         module: torch.nn.Module = object.__new__(made)
@@ -283,6 +284,20 @@ class Statics:
                 f"make_graphed_callables: {self._callable} assigns {', '.join(names)} anew when it runs, which no replay "
                 "would do. Have it write in place, as in self.buffer.copy_(value) or self.buffer.add_(1)."
             )
+
+    @contextlib.contextmanager
+    def left_in_place(self) -> Iterator[None]:
+        """A block in which hooks may move or free the tensors, which then lie where they were."""
+        before = [(t, t.data, t.untyped_storage().nbytes(), t.data.clone()) for t in self.now()]
+        try:
+            yield
+        finally:
+            for tensor, place, size, value in before:
+                if place.untyped_storage().nbytes() < size:
+                    place.untyped_storage().resize_(size)
+                if not torch.equal(place, value):
+                    place.copy_(value)
+                tensor.data = place
 
     def put(self, tensors: Sequence[torch.Tensor]) -> None:
         """Have modules hold tensors, one for each name."""
