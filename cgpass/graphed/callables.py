@@ -241,11 +241,6 @@ class GraphedFunction:
         """Return what is raised where it can't be recorded."""
         return GraphedArgumentError(f"make_graphed_callables: {self.name} {why}.")
 
-    def name_of(self, leaf: int) -> str:
-        """Return what the user calls an argument, or a parameter after them."""
-        named = [f"parameter {name}" for name in self.statics.distinct_names()]
-        return [*self.binding.names, *named][leaf]
-
     # ---- end
 
     def _close_pairs(self) -> None:

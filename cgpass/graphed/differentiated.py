@@ -30,6 +30,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
+from cgpass.graphed.binding import like_leaf
 from cgpass.recompute.checkpointed import Checkpoint
 from cgpass.runtime.changes import Mode
 from cgpass.runtime.inputs import layout_of
@@ -49,7 +50,9 @@ class Differentiated:
     def __init__(self, d: "GraphedFunction", *, warms_up: bool) -> None:
         """Describe a run. See Note [A backward with explicit saved tensors]."""
         self._d, self._warms_up = d, warms_up
-        self._stand_ins = [_like(t, t.new_empty(0), t.requires_grad) for t in d.statics.distinct()]
+        self._stand_ins = [
+            like_leaf(t, t.new_empty(0), t.requires_grad) for t in d.statics.distinct()
+        ]
         self.num_members = len(self._stand_ins)
         """Number of parameters and buffers."""
         self._inputs: list[torch.Tensor] = []
@@ -82,7 +85,7 @@ class Differentiated:
         d, binding = self._d, self._d.binding
         # with counters of their own: what an autograd function in C++ saved is not checked against copies of later calls
         places = [t.clone() if self._warms_up else t.data for t in inputs]
-        self._inputs = list(map(_like, binding.samples, places, binding.requires_grad))
+        self._inputs = list(map(like_leaf, binding.samples, places, binding.requires_grad))
         del places
         versions = [t._version for t in self._leaves()]
         args, kwargs = binding.call(self._inputs)
@@ -257,11 +260,11 @@ class Differentiated:
                 )
         finally:
             self._saved = []
-        for i, grad in zip(wanted, found, strict=True):
-            if grad is not None and grad.layout is not torch.strided:
-                raise self._d.refusal(
-                    f"gives {self._d.name_of(i)} a gradient of layout {grad.layout}. Have it make dense ones"
-                )
+        layouts = {grad.layout for grad in found if grad is not None} - {torch.strided}
+        if layouts:
+            raise self._d.refusal(
+                f"has gradients of layout {layouts.pop()}. Have it make dense ones"
+            )
         return _apart(found, taken)
 
     def _placed(self, members: Sequence[torch.Tensor]) -> "_Placed":
@@ -338,7 +341,7 @@ def _pack(
         return slot
     kept = tensor.detach()
     if not tensor.numel():
-        kept = torch.empty_like(kept)
+        kept = torch.emptylike_leaf(kept)
     elif storage in copies:
         kept = torch_private.on_storage(copies[storage], kept)
     saved.append(kept)
@@ -348,15 +351,6 @@ def _pack(
 
 def _is_memoryless(tensor: torch.Tensor) -> bool:
     return tensor.layout is not torch.strided or torch_private.is_zero_tensor(tensor)
-
-
-def _like(sample: torch.Tensor, data: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    """A leaf of autograd with other memory, and otherwise what Python code sees of a sample."""
-    leaf = data.detach()
-    if type(sample) is torch.nn.Parameter:
-        leaf = torch.nn.Parameter(leaf, requires_grad)
-    vars(leaf).update(vars(sample))
-    return leaf.requires_grad_(requires_grad)
 
 
 def _are_kept(tensors: Sequence[torch.Tensor]) -> bool:
