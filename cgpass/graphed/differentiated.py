@@ -341,7 +341,7 @@ def _pack(
         return slot
     kept = tensor.detach()
     if not tensor.numel():
-        kept = torch.emptylike_leaf(kept)
+        kept = torch.empty_like(kept)
     elif storage in copies:
         kept = torch_private.on_storage(copies[storage], kept)
     saved.append(kept)

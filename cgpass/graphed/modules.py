@@ -203,10 +203,9 @@ class Statics:
         found = _named(modules)
         for path, m in found:
             self._note(path or type(m).__name__, m, hooked=m is not around)
-        holders, keys, values, _ = zip(*self._entries, strict=True) if self._entries else [()] * 4
+        columns = [[entry[k] for entry in self._entries] for k in range(3)]
         sizes = array("q", [size for _, size, _ in self._sizes]).tobytes()
-        sized = [holder for holder, _, _ in self._sizes]
-        self._compared = list(holders), list(keys), list(values), sized, sizes
+        self._compared = *columns, [holder for holder, _, _ in self._sizes], sizes
         for kind in ("_parameters", "_buffers"):
             for path, inner in found:
                 holder = getattr(inner, kind)
@@ -222,18 +221,20 @@ class Statics:
         """Take a module for what it is now: mode, members and hooks."""
         attributes = vars(module)
         entries = [(attributes, "training", f"the mode of {name}")]
-        for holder in (module._modules, module._parameters, module._buffers):
-            self._sizes.append((holder, len(holder), f"a member of {name}"))
-            for key, value in holder.items():
-                if value is None or isinstance(value, torch.nn.Module):  # tensors may be replaced
-                    entries.append((holder, key, f"a member of {name}"))
-                if _ACCUMULATED in getattr(value, "__dict__", {}):
-                    entries.append((vars(value), _ACCUMULATED, f"{name}.{key}.{_ACCUMULATED}"))
+        holders = [
+            (holder, f"a member of {name}")
+            for holder in (module._modules, module._parameters, module._buffers)
+        ]
         if hooked:
             entries.append((attributes, "forward", f"the forward of {name}"))
-            for hooks in [attributes[kind] for kind in _OWN_HOOKS if kind in attributes]:
-                self._sizes.append((hooks, len(hooks), f"a hook of {name}"))
-                entries += [(hooks, key, f"a hook of {name}") for key in hooks]
+            holders += [(attributes[kind], f"a hook of {name}") for kind in _OWN_HOOKS]
+        for holder, said in holders:
+            self._sizes.append((holder, len(holder), said))
+            for key, value in holder.items():
+                if not isinstance(value, torch.Tensor):  # these may be replaced
+                    entries.append((holder, key, said))
+                elif _ACCUMULATED in vars(value):
+                    entries.append((vars(value), _ACCUMULATED, f"{name}.{key}.{_ACCUMULATED}"))
         self._entries += [
             (holder, key, holder.get(key, ...), said) for holder, key, said in entries
         ]
