@@ -27,6 +27,19 @@ def after_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
+def next_number() -> int:
+    """Return the number that the next node of an autograd graph gets in this thread.
+
+    Source: torch/csrc/autograd/init.cpp `_get_sequence_nr`, 2.11 to 2.15.
+    """
+    return torch._C._autograd._get_sequence_nr()  # pyrefly: ignore
+
+
+def number_of(node: Any) -> int:
+    """Return the number of a node; nodes that add to a leaf's gradient have one above all."""
+    return node._sequence_nr()
+
+
 def saved_on(node: Any) -> Iterator[Any]:
     """Return what a node of an autograd graph saved: a `torch._C._autograd.SavedTensor` each."""
     for name in _raw_saved(type(node)):

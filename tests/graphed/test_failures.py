@@ -125,11 +125,18 @@ def test_hooks_registered_afterwards_run(setting):
     assert not module._forward_hooks
 
 
-def test_wrappers_are_refused(setting):
-    wrapped = torch.nn.Sequential(torch.nn.DataParallel(setting.module(net())))
-    with pytest.raises(
-        cgpass.errors.GraphedArgumentError, match="a DataParallel at '0', whose hooks"
-    ):
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize(
+    ("wrap", "message"),
+    [
+        (torch.nn.DataParallel, "a DataParallel at '0', whose hooks"),
+        (torch.jit.script, "TorchScript module, .* at '0'. Give the original"),
+        (lambda module: torch.nn.LazyLinear(8), "lazy module .* at '0': call it once"),
+    ],
+)
+def test_modules_that_are_refused(setting, wrap, message):
+    wrapped = torch.nn.Sequential(wrap(setting.module(net())))
+    with pytest.raises(cgpass.errors.GraphedArgumentError, match=message):
         setting.graphed(wrapped, (setting.randn(4, 8),))
 
 
@@ -216,7 +223,7 @@ def test_sparse_gradients_are_refused(setting):
     module = setting.module(torch.nn.Embedding(5, 3, sparse=True))
     with pytest.raises(
         cgpass.errors.GraphedArgumentError,
-        match="Embedding gives parameter weight a gradient of layout",
+        match=r"Embedding has gradients of layout torch\.sparse_coo\. Have it make dense ones",
     ):
         setting.graphed(module, (torch.tensor([1, 2], device=setting.device),))
 

@@ -164,3 +164,16 @@ def test_weight_gradients_that_come_late(setting, steps):
             same(a, b)
         same(module.bias.grad, plain.bias.grad)
         torch.testing.assert_close(module.weight.grad, plain.weight.grad)
+
+
+def test_a_graph_that_is_retained(setting):
+    module, plain = twins(setting, Split())
+    plain.split = False
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    x = setting.randn(4, 8)
+    found, expected = graphed(x), plain(x)
+    for retain in (True, False):
+        found.square().sum().backward(retain_graph=retain)
+        graphed.backward_dw()
+        expected.square().sum().backward(retain_graph=retain)
+    same_grads(module, plain)
