@@ -399,10 +399,15 @@ def release_all() -> None:
 
 
 def release_idle() -> None:
-    """Free every recording whose owner is in no other thread's call: that may be what is to be aborted."""
+    """The same without waiting: what another thread's call has is freed when the next one begins.
+
+    That call may be what is to be aborted, or wait for a lock that the caller has (Dynamo's own in its `reset`).
+    """
     for owner in list(_owners):
         if owner.lock.acquire(blocking=False):
             try:
                 owner.release()
             finally:
                 owner.lock.release()
+        else:
+            owner.changes.append(owner.changing())

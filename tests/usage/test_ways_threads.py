@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+import cgpass
 from cgpass.runtime import owner as owners
 from tests.usage.programs import MLP, Block, assert_replays, counted, sgd_step
 
@@ -150,3 +151,35 @@ def test_a_second_thread_comes_while_a_backward_is_pending(way):
     for result in pending:
         result.sum().backward()
     torch.testing.assert_close(w.grad, 2 * (batches[3] * w.detach()).cos() * batches[3])
+
+
+def test_a_reset_while_another_thread_is_in_a_call_that_compiles():
+    """`torch.compiler.reset()` has Dynamo's lock, and that call wants it."""
+    inside, may_go_on, results = threading.Event(), threading.Event(), []
+    inner = torch.compile(torch.sin, backend="eager")
+
+    def fn(x):
+        inside.set()
+        assert may_go_on.wait(60)
+        return inner(x) + 1
+
+    call = cgpass.CUDAGraphWrapper(fn, options={"driver": "simulated"})
+    ones = torch.ones(3)
+    in_threads(lambda: (may_go_on.set(), call(ones), call(ones)))
+    assert call.stats.recordings == 1
+    inside.clear()
+    may_go_on.clear()
+    calling = threading.Thread(target=lambda: results.append(call(torch.ones(2))), daemon=True)
+    calling.start()
+    assert inside.wait(60)
+    resetting = threading.Thread(target=torch.compiler.reset, daemon=True)
+    resetting.start()
+    resetting.join(1)
+    may_go_on.set()
+    for thread in (calling, resetting):
+        thread.join(60)
+        assert not thread.is_alive()
+    assert torch.equal(results[0], torch.ones(2).sin() + 1)
+    for _ in range(2):
+        assert torch.equal(call(ones), ones.sin() + 1)
+    assert call.stats.recordings == 2
