@@ -33,7 +33,7 @@ from cgpass.options import Options, nearest
 from cgpass.runtime import native
 from cgpass.runtime.driver import CUDADriver
 from cgpass.runtime.gathered import give_gathered_a_pool, give_pool_back
-from cgpass.runtime.owner import Owner, release_all
+from cgpass.runtime.owner import Owner, release_idle
 from cgpass.runtime.rng import caller_of
 from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.telemetry import progress, tracing
@@ -128,14 +128,14 @@ def _check_names(options: Options) -> None:
 def reset() -> None:
     """Free every recording of this process; `torch.compiler.reset()` calls it too.
 
-    Compiled functions stay usable: their next calls warm up and record again. `cgpass.summary()` begins anew, with the
+    What another thread is just calling is freed when it is called again. Compiled functions stay usable: their next calls warm up and record again. `cgpass.summary()` begins anew, with the
     graphs that are compiled or called from now on and the graph breaks of their functions; functions at torch's limit on
     compilations stay named, since they stay in eager until `torch.compiler.reset()`. `cgpass.counters()` go on.
     """
     telemetry.begin_summary()
     for each in torch_private.graph_breaks():
         each.earlier = True
-    release_all()
+    release_idle()
     give_pool_back()
 
 

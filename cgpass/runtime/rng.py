@@ -32,14 +32,14 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from cgpass import torch_private
 from cgpass.errors import CaptureError, CheckpointError, InputError
-from cgpass.runtime.changes import Mode
+from cgpass.runtime.changes import Mode, new_lock
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 STATE_BYTES: Final = torch.default_generator.get_state().numel()
 _GOLDEN = 0x9E3779B97F4A7C15
 _STEPS_OF_A_CALL = 1 << 26
 """How far a call in "paired" mode moves the user's generator: more than any operator draws, and calls never meet."""
-_drawing = threading.RLock()
+_drawing = new_lock()
 """One operator of a pair draws at a time: it reads where a generator stands, or stands in for it."""
 
 
@@ -147,7 +147,7 @@ class _Private(_Caller):
         super().__init__(fn, devices, positions_at)
         self._states = [_private_generator(generator) for generator in self._generators]
         self._seeds: list[int | None] = [None] * len(devices)
-        self._lock = threading.RLock()
+        self._lock = new_lock()
 
     def _put(self, number: int, seed: int, offset: int) -> None:
         """Set a CUDA generator; asking it for its seed costs as much as setting that."""
