@@ -59,8 +59,8 @@ class Recording:
     """What it reads or returns that is neither an input nor made by it, by address: kept alive here."""
     released: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Blocks that were free when it was made, by the birth of the recording whose outputs lay there."""
-    counts_writes: bool = False
-    """True if autograd is to know of every write, since nobody else tells it."""
+    counted: frozenset[int] = frozenset()
+    """Those whose version counters a replay advances for autograd, since nobody else does."""
     birth: int = 0
     slot: int = 0
     stats: CallStats = field(default_factory=CallStats)
@@ -159,10 +159,10 @@ class Recording:
         copy_in(self._copies, args)
         self.replay()
         for i, placeholder in self._write_back:
-            # A compiled function itself counts those writes that autograd is to know of.
             placeholder.copy_to(args[i].data)
-            if self.counts_writes and not args[i].is_inference():
-                torch.autograd.graph.increment_version(args[i])
+        if self.counted:
+            written = [args[i] for i in self.counted if not args[i].is_inference()]
+            torch.autograd.graph.increment_version(written)
         fast.put(outputs, self._own_at, self._take_own(self.memory.aliases()))
         fast.put(outputs, self._views_at, fast.views(args, self._views))
         fast.put(outputs, self._same_at, self._same_of(args))
@@ -287,17 +287,18 @@ class Recorder:
             passed.clear()
             consumes = take_back(given)
         before.refuse_new_layouts()
+        counted = before.written()
         recording = Recording(
             graph,
             outputs,
             staged,
             placeholders,
-            frozenset({*layout.mutated, *written, *before.written(), *said.found}),
+            frozenset({*layout.mutated, *written, *counted, *said.found}),
             *uses,
             consumes=consumes,
             outside=self._outside(said, outputs, slot) if self.finds_writes else {},
             released=released,
-            counts_writes=self.finds_writes,
+            counted=counted,
             birth=owner.next_birth(),
             slot=slot,
             stats=self.stats,
