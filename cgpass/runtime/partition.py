@@ -544,10 +544,17 @@ class PartitionRunner:
         self._close(self.table.drop(lambda seen, recording: True))
 
     def close(self) -> None:
-        """Drop every recording; the next calls warm up again unless the owner is closed."""
+        """Drop every recording; the next calls warm up again, and what failed is tried again, unless the owner is closed."""
         self._close(self.table.clear())
         self._inputs.forget()
         self._first_slot = 0
+        if self.owner.closed:
+            return
+        if self.on_failure is not None and (self.failure or self._refusal):
+            self.on_failure.forget()
+        self.failure = self._refusal = None
+        self._tried_anew = False
+        self._said.clear()
 
     # ---- captures that fail
 
@@ -615,14 +622,6 @@ class PartitionRunner:
         then = 'on_skip="raise" refuses its calls' if self._refuses else then
         text = f"{self.name} can't be captured and {then}: {why}"
         return f"{text.rstrip('.')}. {advice[0].upper()}{advice[1:]}."
-
-    def forget_failures(self) -> None:
-        """See `Member`."""
-        if self.on_failure is not None and (self.failure or self._refusal):
-            self.on_failure.forget()
-        self.failure = self._refusal = None
-        self._tried_anew = False
-        self._said.clear()
 
 
 def _text_of(error: Exception) -> str:
