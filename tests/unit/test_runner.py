@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cgpass.runtime.capturing import is_any_capture_running as is_recording
+from cgpass.runtime.capturing import is_capturing_here as is_recording
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
 from tests.unit.runners import COPIED, POOLED, STATIC, SYMINT, call, counts, runner
