@@ -29,7 +29,7 @@ from cgpass.runtime.inputs import (
 )
 from cgpass.runtime.outputs import InputAlias, OutputMemory, alias_of_input
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.writes import SaidToBeWritten, Watched, counting, has_place
+from cgpass.runtime.writes import Watched, counting, has_place
 from cgpass.telemetry import CallStats
 
 if TYPE_CHECKING:
@@ -270,12 +270,11 @@ class Recorder:
         passed = staged.copy()
         for i in list(owning):
             passed[i] = owning.pop(i)
-        watched = staged if self.finds_writes else ()
-        before, said = Watched(watched), SaidToBeWritten(watched)
+        watched = Watched(staged if self.finds_writes else ())
 
         def fn(args: list[Any]) -> Sequence[Any]:
             # Inside of the driver's own watching: what it sees lies where the graph has it.
-            with said:
+            with watched:
                 return self.fn(args)
 
         if not self.finds_writes:
@@ -286,19 +285,18 @@ class Recorder:
         finally:
             passed.clear()
             consumes = take_back(given)
-        before.refuse_new_layouts()
-        counted = before.written()
+        watched.refuse_new_layouts()
         recording = Recording(
             graph,
             outputs,
             staged,
             placeholders,
-            frozenset({*layout.mutated, *written, *counted, *said.found}),
+            frozenset({*layout.mutated, *written, *watched.written()}),
             *uses,
             consumes=consumes,
-            outside=self._outside(said, outputs, slot) if self.finds_writes else {},
+            outside=self._outside(watched, outputs, slot) if self.finds_writes else {},
             released=released,
-            counted=counted,
+            counted=watched.counted(),
             birth=owner.next_birth(),
             slot=slot,
             stats=self.stats,
@@ -308,15 +306,16 @@ class Recorder:
         return recording
 
     def _outside(
-        self, said: SaidToBeWritten, outputs: Sequence[Any], slot: int
+        self, watched: Watched, outputs: Sequence[Any], slot: int
     ) -> dict[int, torch.UntypedStorage]:
         """Return what the callable read or returned that is neither an input nor made by it, by address."""
         owner = self.owner
-        found = dict(said.outside)
+        found = dict(watched.outside)
         found.update(
             (value.untyped_storage().data_ptr(), value.untyped_storage())
             for value in outputs
-            if said.is_unknown(value) or (has_place(value) and value.device != owner.driver.device)
+            if watched.is_unknown(value)
+            or (has_place(value) and value.device != owner.driver.device)
         )
         if found:  # of these, the driver knows what was made beside operators
             made = owner.driver.live_blocks(slot)
