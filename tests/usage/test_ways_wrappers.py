@@ -233,6 +233,17 @@ def test_autograd_knows_of_every_write_to_an_input(setting, static):
     assert call.stats.replays >= 3
 
 
+def test_a_result_without_elements_is_new_in_every_call(setting):
+    session = setting.session()
+    empty = session.randn(0)
+    call = session.wrap(lambda x: (torch.cat([empty, x[:0]]), x + 1))
+    for _ in range(4):
+        out, _ = call(session.randn(4))
+        assert out.numel() == 0
+        out.resize_(3)
+    assert call.stats.replays == 3
+
+
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_tensor_of_the_closure_that_is_returned_outlives_its_replacement(setting, reads):
     session = setting.session()
