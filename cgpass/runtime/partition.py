@@ -559,8 +559,8 @@ class PartitionRunner:
             return self._run_plainly(args)
         unstaged = isinstance(error, StagingError)
         key_alone = unstaged or isinstance(error, torch.OutOfMemoryError)
-        is_odd = unstaged or (self.on_failure is None and not is_capture_error(error))
-        tries_anew = unstaged or (not key_alone and (is_odd or not self._ran_here))
+        nobody_asks = self.on_failure is None and not is_capture_error(error)
+        tries_anew = unstaged or (not key_alone and (nobody_asks or not self._ran_here))
         if tries_anew and not self._tried_anew:
             self._tried_anew = True  # it may succeed later, or once this thread ran a call
             return self._warm_up(args), None
