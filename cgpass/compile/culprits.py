@@ -25,7 +25,7 @@ from cgpass.compile.facts.capturability import PROVEN, why_not_capturable
 from cgpass.compile.facts.lines import spans
 from cgpass.errors import CaptureError
 from cgpass.runtime.driver import GraphDriver, is_capture_error
-from cgpass.runtime.failures import Outcome, random_state_kept
+from cgpass.runtime.failures import random_state_kept
 from cgpass.telemetry.reason import OTHER_FIXES, Reason
 from cgpass.telemetry.summaries import PartitionSummary
 
@@ -109,7 +109,7 @@ class FailedCapture:
     refuses: bool
     as_traced: Callable[[list[Any]], Sequence[Any]]
 
-    def __call__(self, args: list[Any], error: Exception) -> Outcome:
+    def __call__(self, args: list[Any], error: Exception) -> tuple[str, bool]:
         """See `OnFailure`."""
         finding = Finding(clean=False)
         if self.driver is not None:
@@ -121,14 +121,14 @@ class FailedCapture:
             raise error  # it comes from neither the partition nor the capture
         why = first_line(error)
         self._runs_plainly(Reason("capture", "", why, OTHER_FIXES["capture"], spans(self.gm)))
-        return Outcome(why)
+        return why, False
 
     def forget(self) -> None:
         """See `OnFailure`."""
         part = PartitionSummary(self.name, True, values.num_ops(self.gm))
         telemetry.replace_partition(self.graph, part)
 
-    def _blame(self, culprit: fx.Node, found: _Why, error: Exception) -> Outcome:
+    def _blame(self, culprit: fx.Node, found: _Why, error: Exception) -> tuple[str, bool]:
         culprit.meta[PROVEN] = found
         reason = why_not_capturable(culprit, torch.device("meta"))
         assert reason is not None
@@ -138,7 +138,7 @@ class FailedCapture:
                 f'{self.what} can\'t be captured as a whole, and on_skip="raise" refuses its calls; with "warn" all but '
                 f"this would be captured: {reason}"
             ) from error
-        return Outcome(str(reason), again=self.operators.add(culprit, found))
+        return str(reason), self.operators.add(culprit, found)
 
     def _runs_plainly(self, reason: Reason) -> None:
         if self.refuses:

@@ -449,30 +449,26 @@ class Placeholder:
         return flat_view(memory) if self._flat else memory
 
 
-CopyIn = tuple[list[int], list[torch.Tensor], list[tuple[int, Placeholder]]]
-"""Positions of inputs, their placeholders' targets, and those placeholders that are odd with where they are among them."""
+Copies = tuple[list[tuple[list[int], list[torch.Tensor]]], list[tuple[int, Placeholder]]]
+"""Positions of inputs that are copied as they are and where to, by dtype; and each other one with its placeholder."""
 
 
-def copies_in(placeholders: Mapping[int, Placeholder]) -> list[CopyIn]:
-    """One copy for each dtype among placeholders, by position of their inputs."""
-    groups: dict[torch.dtype, list[tuple[int, Placeholder]]] = {}
-    for i, placeholder in sorted(placeholders.items()):
-        if placeholder.target.numel():
-            groups.setdefault(placeholder.target.dtype, []).append((i, placeholder))
-    return [
-        (
-            [i for i, _ in members],
-            [p.target for _, p in members],
-            [(k, p) for k, (_, p) in enumerate(members) if p.is_odd],
-        )
-        for members in groups.values()
-    ]
+def copies_in(placeholders: Mapping[int, Placeholder]) -> Copies:
+    """One copy for each dtype among placeholders, and one for each that is odd, by position of their inputs."""
+    groups: dict[torch.dtype, tuple[list[int], list[torch.Tensor]]] = {}
+    filled = {i: p for i, p in sorted(placeholders.items()) if p.target.numel()}
+    for i, placeholder in filled.items():
+        if not placeholder.is_odd:
+            positions, targets = groups.setdefault(placeholder.target.dtype, ([], []))
+            positions.append(i)
+            targets.append(placeholder.target)
+    return [*groups.values()], [(i, p) for i, p in filled.items() if p.is_odd]
 
 
-def copy_in(copies: Iterable[CopyIn], args: Sequence[Any]) -> None:
+def copy_in(copies: Copies, args: Sequence[Any]) -> None:
     """Give placeholders the values of a call's inputs."""
-    for positions, targets, odd in copies:
-        sources = [args[i] for i in positions]
-        for k, placeholder in odd:
-            sources[k] = placeholder.source(sources[k])
-        torch._foreach_copy_(targets, sources)
+    groups, odd = copies
+    for positions, targets in groups:
+        torch._foreach_copy_(targets, [args[i] for i in positions])
+    for i, placeholder in odd:
+        placeholder.copy_from(args[i])

@@ -7,8 +7,7 @@ from torch import fx
 import cgpass
 from cgpass.compile.culprits import find_culprit
 from cgpass.errors import CaptureError
-from cgpass.runtime.capturing import is_any_capture_running
-from cgpass.runtime.failures import Outcome
+from cgpass.runtime.capturing import is_capturing_here
 from cgpass.runtime.simulated import SimulatedDriver
 from tests.unit.runners import COPIED, call, counts, runner
 
@@ -34,7 +33,7 @@ reads.register_autograd(lambda ctx, grad: reads_too(grad))
 @torch.library.custom_op("test_failed::refuses", mutates_args=("x",))
 def refuses(x: torch.Tensor) -> torch.Tensor:
     x.add_(1)
-    if is_any_capture_running():
+    if is_capturing_here():
         raise ValueError("not now")
     return x * 2
 
@@ -150,7 +149,7 @@ def test_reset_has_a_failed_capture_tried_again():
     def fn(x):
         return refusing(x) if due else [x + 3]
 
-    asked = Blaming(Outcome(why="all of it waits"))
+    asked = Blaming(("all of it waits", False))
     run = asking_runner(asked, fn)
     for _ in range(3):
         call(run, torch.ones(3))
@@ -168,11 +167,11 @@ def test_an_error_that_comes_again_without_a_graph_is_the_users():
     due = []
 
     def fn(x):
-        if due and (is_any_capture_running() or due[0] == "always"):
+        if due and (is_capturing_here() or due[0] == "always"):
             raise ValueError(due[0])
         return [x * 2]
 
-    asked = Blaming(Outcome(why="why"))
+    asked = Blaming(("why", False))
     run = runner(fn, COPIED, on_failure=asked)
     call(run, torch.ones(2))
     due.append("always")

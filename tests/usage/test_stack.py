@@ -1,6 +1,7 @@
 """It works in your stack: several threads, transforms of torch, a mixture of experts from transformers."""
 
 import queue
+import threading
 from importlib.metadata import version
 
 import pytest
@@ -233,6 +234,8 @@ def test_mixtral_is_one_forward_and_one_backward_graph(compiler):
         eager = [part for part in graph.partitions if not part.captured]
         assert len(eager) < len(graph.partitions)
         assert all(any(EXPERTS in reason for reason in part.lines) for part in eager)
+
+
 def test_a_reset_while_another_thread_is_in_a_call_that_compiles():
     """`torch.compiler.reset()` has Dynamo's lock, and that call wants it."""
     inside, may_go_on, results = threading.Event(), threading.Event(), []
