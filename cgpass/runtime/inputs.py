@@ -87,10 +87,6 @@ class Layout:
         end = 8 * len(self.checked)
         return key[:end], key[end:]
 
-    def bytes_that_move(self, args: Sequence[Any]) -> int:
-        """Size of the inputs that are not known to stay in place."""
-        return sum(num_bytes(args[i]) for i in (*self.copied, *self.pooled))
-
     def changed(self, old: ShapeKey, new: ShapeKey) -> list[int]:
         """Positions of the inputs whose part of a shape key differs."""
         positions = (*self._values, *(i for i, _ in self._parts))
@@ -222,7 +218,8 @@ class Inputs:
         )
         new = self._at_new_places(args, places)
         code = self._why_not_copied(args, new, absent)
-        if code != "new_module" and any(owner.ran_without_a_graph(args[i]) for i in absent):
+        made_plainly = any(args[i].untyped_storage() in owner.plain_results for i in absent)
+        if code != "new_module" and made_plainly:
             code = "not_in_the_pool"
         if code is None:
             places = _without(places, layout.checked, new)

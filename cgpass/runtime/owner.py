@@ -125,7 +125,7 @@ class Owner:
         )
         """Memory of copied inputs, kept alive by the recordings that read it. See Note [Placeholders are shared]."""
         self._pool_addresses: Counter[int] = Counter()
-        self._plain_results = StorageSet()
+        self.plain_results = StorageSet()
         """Storages of what captured partitions returned in calls without a graph."""
         _owners.add(self)
 
@@ -284,15 +284,12 @@ class Owner:
         """Drop every recording, in whatever state it is; calls of keys that are known record again."""
         self._have_all_go(lambda member: member.forget_recordings())
 
-    def next_birth(self) -> int:
-        """Position of one more recording in the order of recordings."""
-        self._births += 1
-        return self._births
-
     def add_recording(self, recording: "Recording") -> None:
-        """Note a recording, and where its outputs lie. See Note [Graphs and process groups]."""
+        """Note a recording as the youngest, and where its outputs lie. See Note [Graphs and process groups]."""
         if torch_private.has_process_groups():
             torch_private.before_process_groups_end(release_all, release_idle)
+        self._births += 1
+        recording.birth = self._births
         self._slots[recording.slot].recordings.append(recording)
         self._pool_addresses.update(recording.memory.addresses())
 
@@ -313,11 +310,7 @@ class Owner:
         """Note what a captured partition returned without a graph: who reads it in this call runs without one, too."""
         for value in outputs:
             if has_place(value):
-                self._plain_results.add(value.untyped_storage())
-
-    def ran_without_a_graph(self, tensor: "torch.Tensor") -> bool:
-        """Tell whether `tensor` shares the memory of what a captured partition returned without a graph."""
-        return tensor.untyped_storage() in self._plain_results
+                self.plain_results.add(value.untyped_storage())
 
     # ---- end
 

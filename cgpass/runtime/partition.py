@@ -46,6 +46,7 @@ from cgpass.runtime.inputs import (
     ShapeKey,
     describe,
     listed,
+    num_bytes,
     shared_with_written,
 )
 from cgpass.runtime.owner import Owner
@@ -278,7 +279,7 @@ class PartitionRunner:
         self._close(table.drop_gone())
         if not table.has_room(seen.made_for):
             return self._full(args, seen.key[0])
-        size = self.layout.bytes_that_move(args)
+        size = sum(num_bytes(args[i]) for i in (*self.layout.copied, *self.layout.pooled))
         if 0 < self._largest < size:
             owner.make_space()
         self._largest = max(self._largest, size)

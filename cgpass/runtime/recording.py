@@ -61,10 +61,11 @@ class Recording:
     """Blocks that were free when it was made, by the birth of the recording whose outputs lay there."""
     counted: frozenset[int] = frozenset()
     """Those whose version counters a replay advances for autograd, since nobody else does."""
-    birth: int = 0
     slot: int = 0
     stats: CallStats = field(default_factory=CallStats)
 
+    birth: int = field(default=0, init=False)
+    """Its position in the order of its owner's recordings."""
     backward: "PartitionRunner | None" = field(default=None, init=False)
     """What made it, if its gradients can have a pool that forwards don't write. See `Owner.rescue`."""
     made_for: tuple[int, ...] = field(default=(), init=False)
@@ -297,7 +298,6 @@ class Recorder:
             outside=self._outside(watched, outputs, slot) if self.finds_writes else {},
             released=released,
             counted=watched.counted(),
-            birth=owner.next_birth(),
             slot=slot,
             stats=self.stats,
         )
