@@ -147,7 +147,7 @@ class _SetDefaults:
             _overrides.update(self._before)
 
 
-_lock: Final = threading.Lock()
+_lock: Final = threading.RLock()  # a signal may come inside
 _overrides: Final[dict[str, Any]] = {}
 
 
