@@ -122,7 +122,7 @@ REMOVED: Final = {
 _SPECS: Final = {spec.name: spec for spec in fields(Options)}
 
 
-_lock: Final = threading.Lock()
+_lock: Final = threading.RLock()  # a signal may come inside
 _overrides: Final[dict[str, Any]] = {}
 
 
