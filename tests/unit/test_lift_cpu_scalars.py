@@ -105,7 +105,9 @@ def test_what_is_left_on_the_host(fn, specs, aten_kernels, left):
 def test_a_constant_that_is_handed_out_or_without_values_is_copied_every_call(put):
     gm = inference_graph(lambda x: (x, torch.tensor([1.0, 2.0]).to("cuda:0")), (3,))
     (copy,) = calls(gm, aten._to_copy.default)
-    if put is not None:  # as Inductor decomposes it, which makes no copy where the device is the same
+    if (
+        put is not None
+    ):  # as Inductor decomposes it, which makes no copy where the device is the same
         copy.target, copy.args, copy.kwargs = put, (copy.args[0], CUDA), {}
     assert lift(gm)
     assert copy.target is (aten._to_copy.default if put is None else aten.clone.default)
