@@ -9,13 +9,18 @@ import torch
 
 from cgpass.torch_private.compiling import replaced
 
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Number of the backward pass that this thread works for, negative outside of one. Numbers don't come back.
 
-def graph_task() -> int:
-    """Number of the backward pass that this thread works for, negative outside of one. Numbers don't come back.
+Source: torch/csrc/autograd/graph_task.h, 2.11 to 2.15.
+"""
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether the running backward pass leaves its graph for another one (`retain_graph=True`).
 
-    Source: torch/csrc/autograd/graph_task.h, 2.11 to 2.15.
-    """
-    return torch._C._current_graph_task_id()
+Source: torch/csrc/autograd/init.cpp, 2.11 to 2.15.
+"""
+outside_dynamo: Callable[..., Any] = torch._disable_dynamo
+"""A function, never traced by Dynamo, nor what it calls."""
 
 
 def after_backward(callback: Callable[[], None]) -> None:
@@ -89,14 +94,6 @@ def check_versions(node: Any) -> None:
         getattr(node, plain if hasattr(type(node), plain) else plain.removeprefix("_"))
 
 
-def keeps_graph() -> bool:
-    """Tell whether the running backward pass leaves its graph for another one (`retain_graph=True`).
-
-    Source: torch/csrc/autograd/init.cpp `_get_current_graph_task_keep_graph`, 2.11 to 2.15.
-    """
-    return torch._C._autograd._get_current_graph_task_keep_graph()
-
-
 @functools.cache
 def _raw_saved(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
@@ -122,11 +119,6 @@ def checkpoint_hooks(
     finally:
         # the graph keeps `marked`, and must not keep the user's hooks through it
         del marked._user_hooks
-
-
-def outside_dynamo(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, never traced by Dynamo, nor what it calls."""
-    return torch._disable_dynamo(fn)
 
 
 @contextlib.contextmanager
