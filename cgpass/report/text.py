@@ -3,11 +3,12 @@
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Final
 
 from cgpass.report.model import Facts, GraphReport, PartitionReport
+from cgpass.runtime.inputs import listed
 from cgpass.telemetry.reason import OTHER_FIXES, Reason, many
 
 WIDTH: Final = 100
@@ -51,12 +52,6 @@ def share(part: float, whole: float) -> str:
     shown = "99.9" if part < whole and shown == "100.0" else shown
     shown = "0.1" if part and shown == "0.0" else shown
     return f"{shown.removesuffix('.0')}%"
-
-
-def listed(names: Sequence[str], limit: int = 5) -> str:
-    """The first names, and how many are left."""
-    left = len(names) - limit
-    return ", ".join(names[:limit]) + (f", and {left} more" if left > 0 else "")
 
 
 def wrapped(words: str, indent: int = 0, hanging: int = 2) -> list[str]:
@@ -297,7 +292,7 @@ def _facts(part: PartitionReport) -> Iterator[str]:
     found = []
     if part.copied_inputs:
         copied = [f"{each.name} ({size(each.num_bytes)})" for each in part.copied_inputs]
-        found.append(f"copies {listed(copied)} in every replay")
+        found.append(f"copies {listed(copied, 5)} in every replay")
     if part.static_inputs:
         found.append(f"reads {many(part.static_inputs, 'static input')} in place")
     if part.output_bytes:

@@ -17,9 +17,8 @@ import torch
 from torch.utils.benchmark import Timer
 
 from cgpass import telemetry, torch_private
-from cgpass.compile.facts.breaks import place_of
+from cgpass.compile.facts.breaks import graph_breaks, left_to_eager, place_of, recompiled
 from cgpass.options import Options
-from cgpass.report import eager
 from cgpass.report.model import CopiedInput, GraphReport, PartitionReport
 from cgpass.report.report import Report
 from cgpass.runtime import native
@@ -72,8 +71,8 @@ def _report(
         if calls := after.calls.get(number, 0) - before.calls.get(number, 0):
             graphs.append(_graph(number, summary, runs, calls, before, clock))
             owners.update((id(each.owner), each.owner) for each in live(runs) if each.owner)
-    met, left = eager.graph_breaks(breaks, graphs)
-    left = [*eager.left_to_eager(notes), *left]
+    met, left = graph_breaks(breaks, graphs)
+    left = [*left_to_eager(notes), *left]
     known = {place_of(each.line) for each in left}
     others = {
         each: [now - then for now, then in zip(counts, was, strict=True)]
@@ -93,7 +92,7 @@ def _report(
         graphs=tuple(graphs),
         left_to_eager=tuple(dict.fromkeys(left)),
         graph_breaks=counted(each for each in met if place_of(each.line) not in known),
-        recompilations=tuple(r for r in eager.recompiled(notes) if place_of(r.line) not in known),
+        recompilations=tuple(r for r in recompiled(notes) if place_of(r.line) not in known),
         others=tuple(each.explain() for each in others),
         whole_steps=sum(whole for _, whole, _ in others.values()),
         steps=sum(later for _, _, later in others.values()),
@@ -146,7 +145,8 @@ def _graph(
         for part in summary.partitions
     )
     ops = summary.num_ops or sum(part.num_ops for part in parts)
-    told = {"partitions": parts, "why": counted(summary.why), "num_ops": ops, "calls": calls}
+    told: dict[str, Any] = {"partitions": parts, "why": counted(summary.why)}
+    told |= {"num_ops": ops, "calls": calls}
     return GraphReport(**vars(summary) | told)
 
 

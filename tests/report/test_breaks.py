@@ -13,7 +13,6 @@ import cgpass
 from cgpass import __main__ as command
 from cgpass import torch_private
 from cgpass.compile.facts import breaks
-from cgpass.report import eager
 from cgpass.report.report import Report
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
@@ -358,7 +357,7 @@ def test_a_break_that_gives_up_all_of_a_function_is_named_until_a_reset():
     ],
 )  # fmt: skip
 def test_causes_of_recompilations(text, expected):
-    cause, line, hint = eager._cause(text)
+    cause, line, hint = breaks._cause(text)
     assert (cause, line, hint and hint[0]) == expected
 
 
@@ -367,7 +366,7 @@ def test_more_compilations_are_noted_than_torch_keeps():
     before = torch_private.compilations()
     for number in range(70):
         torch.compile(gives_up if number == 0 else eval("lambda x: x.sin()"), backend="eager")(X)
-    (left,) = eager.left_to_eager(before)
+    (left,) = breaks.left_to_eager(before)
     assert left.rest == f"test_breaks.py:{gives_up.__code__.co_firstlineno} in gives_up"
 
 

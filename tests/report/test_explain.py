@@ -368,12 +368,17 @@ def test_an_optimizer_that_the_function_does_not_name_is_given():
 
 def test_what_a_training_step_changes_is_put_back():
     model, scaler = Model(), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.1, fused=True)
-    step = cgpass.train_step(lambda x: model(x).square().mean(), optimizer, scaler=scaler)
+    held = {"scale": nn.Parameter(torch.ones(2))}  # in no module
+    params = [*model.parameters(), *held.values()]
+    optimizer = torch.optim.AdamW(params, 0.1, fused=True)
+    step = cgpass.train_step(
+        lambda x: (model(x) * held["scale"]).square().mean(), optimizer, scaler=scaler
+    )
     before = {name: value.clone() for name, value in model.state_dict().items()}
     report = cgpass.explain(step, X)
     assert (report.steps, report.whole_steps) == (8, 8)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(held["scale"], torch.ones(2))
     assert not optimizer.state
     assert scaler.get_scale() == 4.0
 
