@@ -54,6 +54,7 @@ def test_what_an_arm_needs_until_it_settles():
     found = worker.settled([{"recordings": r, "plain_calls": p} for r, p in counts])
     assert found == {"steps": 4, "recordings": 3, "plain_calls": 2}
     assert worker.settled([{"recordings": 0, "plain_calls": 0}])["steps"] == 0
+    assert worker.settled([{"recordings": 1, "plain_calls": 0}])["steps"] == 1
 
 
 # ---- comparisons

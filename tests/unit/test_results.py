@@ -85,6 +85,8 @@ def test_results_of_two_runs_are_merged_and_kept(tmp_path, places):
     (path,) = results.take([tmp_path / "a", tmp_path / "b"], places[0])
     assert path.name == "bench-h200-torch2.11.json"
     assert [each["model"] for each in json.loads(path.read_text())["results"]] == ["gpt2", "bert"]
+    with pytest.raises(SystemExit, match="of different commits or machines"):
+        results.merged(other, other | {"meta": META | {"commit": "def"}})
 
 
 @pytest.mark.parametrize(
