@@ -106,6 +106,7 @@ class Pair:
             if not d.statics.unchanged():  # by a first call
                 d.find_statics()
                 iterations = max(iterations, 2)
+        del self.graph  # which holds arguments
 
     def record(self) -> None:
         """Record the forward and its backward, if it has one."""

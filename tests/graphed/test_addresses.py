@@ -59,28 +59,6 @@ def test_a_set_of_addresses_that_comes_back_replays_at_once(setting):
     assert graphed.graphed.stats.recordings == 4
 
 
-def test_a_buffer_that_gets_a_gradient(setting):
-    module, plain = twins(setting, torch.nn.BatchNorm1d(8, affine=False))
-    for each in (module, plain):
-        each.register_buffer("scale", torch.ones(8, device=setting.device, requires_grad=True))
-    grads = []
-    for each in (setting.graphed(Scaled(module), (setting.randn(4, 8),)), Scaled(plain)):
-        torch.manual_seed(0)
-        for _ in range(2):
-            each(setting.randn(4, 8)).square().sum().backward()
-        grads.append(each.norm.scale.grad)
-    same(*grads)
-
-
-class Scaled(torch.nn.Module):
-    def __init__(self, norm):
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, x):
-        return self.norm(x) * self.norm.scale
-
-
 def test_past_the_limit_calls_run_plainly(setting, caplog):
     module, plain = twins(setting, net())
     graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),), max_rerecords=1)

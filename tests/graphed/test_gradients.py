@@ -35,18 +35,6 @@ def test_hooks_of_parameters_run_once_in_each_backward(setting, before):
     assert calls.count(module) == calls.count(plain) == 8
 
 
-def test_hooks_of_parameters_are_no_part_of_what_is_recorded_again(setting):
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8),))
-    for p in (*module.parameters(), *plain.parameters()):
-        p.register_hook(lambda grad: 2 * grad)
-    module[0].weight.data = module[0].weight.data.clone()
-    x = setting.randn(4, 8)
-    for fn in (graphed, plain):
-        fn(x).square().sum().backward()
-    same_grads(module, plain)
-
-
 def test_gradients_of_parameters_are_added_without_a_task_each(setting):
     module, plain = twins(setting, net())
     sample = setting.randn(4, 8, grad=True)

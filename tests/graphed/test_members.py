@@ -175,18 +175,6 @@ def test_modules_that_are_given_in_another_form(setting):
 # ---- modes
 
 
-def test_a_submodule_in_another_mode(setting, caplog):
-    module, plain = twins(setting, net(dropout=0.5))
-    graphed = setting.graphed(module, (setting.randn(4, 8),))
-    x = setting.randn(4, 8)
-    for mode in (True, False, True):
-        for each in (module, plain):
-            each[2].train(mode)
-        same(step(graphed, x)[0], step(plain, x)[0])
-    assert graphed.graphed.stats.plain_calls == 1
-    assert caplog.text.count("the mode of 2 changed since it was recorded") == 1
-
-
 def three():
     return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
 

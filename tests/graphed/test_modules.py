@@ -112,37 +112,16 @@ def test_inside_of_a_compiled_function(setting):
     torch.compiler.reset()
 
 
-def test_several_threads(setting):
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8),))
-    inputs = [setting.randn(4, 8) for _ in range(40)]
-    expected = [plain(x).detach() for x in inputs]
-    wrong = []
-
-    def work(part):
-        for k in part:
-            out = graphed(inputs[k])
-            if not torch.equal(out, expected[k]):
-                wrong.append(k)
-
-    with torch.no_grad():
-        work(range(2))
-    threads = [threading.Thread(target=work, args=(range(n, 40, 4),)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-
-
 def test_what_several_threads_get_is_no_memory_that_moves(setting):
     module, plain = twins(setting, net())
     graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
     owner, x = graphed.graphed._owner, setting.randn(4, 8, grad=True)
     first = graphed(x)
-    thread = threading.Thread(target=graphed, args=(x,))
+    others = []
+    thread = threading.Thread(target=lambda: others.append(graphed(x)))
     thread.start()
     thread.join()
+    same(others[0], plain(x))
     second = graphed(x)
     assert owner.several_threads
     assert not owner.is_pool_storage(second)
@@ -186,20 +165,6 @@ def test_inside_a_capture_of_the_users():
     graph.replay()
     same(out, expected)
     assert graphed.graphed.stats.plain_calls == 1
-
-
-def test_a_recurrent_module(setting):
-    """Its operators make more where a backward is to come."""
-    module, plain = twins(setting, torch.nn.LSTM(8, 8))
-    plain.flatten_parameters()  # which copying undoes
-    graphed = setting.graphed(module, (setting.randn(3, 2, 8),))
-    for _ in range(2):
-        x = setting.randn(3, 2, 8)
-        for each in (graphed, plain):
-            outputs, (hidden, _) = each(x)
-            (outputs.square().sum() + hidden.sum()).backward()
-        same(graphed(x)[0], plain(x)[0])
-        same_grads(module, plain)
 
 
 class Doubled:
