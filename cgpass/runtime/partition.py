@@ -274,6 +274,7 @@ class PartitionRunner:
         """Rows 3, 3b and 5."""
         owner, table = self.owner, self.table
         seen.storages = self._inputs.storages(args, found.places)
+        table.remember(seen)  # or it could be forgotten as the oldest, with what is recorded now
         self._close(table.drop_gone())
         if not table.has_room(seen.made_for):
             return self._full(args, seen.key[0])

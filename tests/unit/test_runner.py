@@ -314,6 +314,14 @@ def test_what_moves_now_and_then_is_not_said_to_move_in_every_call(moves, caplog
     assert not warnings(caplog)
 
 
+def test_what_is_recorded_stays_known_however_many_keys_came_since():
+    run = runner(lambda x, n: [x * n], COPIED, SYMINT)
+    for n in (*range(2100), 0, 1, 1, 0):
+        call(run, X, n)
+    assert counts(run) == (2101, 2, 3, 0)
+    assert run.table.all() == run.owner._slots[0].recordings
+
+
 def test_sizes_that_do_not_come_again_are_named_once(caplog):
     run = runner(lambda x, n: [x * n], COPIED, SYMINT, max_recordings=2)
     for n in range(20):
