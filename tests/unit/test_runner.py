@@ -253,6 +253,27 @@ def test_what_takes_a_dead_tensors_place_is_copied_and_no_recording_is_lost():
     assert run.table.all() == run.owner._slots[0].recordings
 
 
+def test_recordings_of_what_is_gone_are_freed_once_something_else_is_recorded():
+    run = scaled()
+    for size in (2, 20):
+        w = torch.ones(size)[:2]
+        for _ in range(2):
+            call(run, X, w, 2)
+        del w
+        (recording,) = run.owner._slots[0].recordings
+        assert run.table.all() == [recording]
+
+
+def test_what_is_written_beside_operators_is_found_by_its_bits():
+    def fn(x):
+        x.numpy()[0] += 1
+        return [x * 2]
+
+    run = runner(fn, COPIED, check_layout=True)
+    assert call(run, X.clone()) == [[4, 2]]
+    assert run.written == {0}
+
+
 def test_a_recording_that_went_while_another_one_was_moved_is_left_alone():
     owner = Owner(SimulatedDriver())
     forward = runner(lambda x: [x * 2], COPIED, owner=owner)
