@@ -13,8 +13,6 @@ Note [One rule for inputs]
     another module's runs without a graph, and is in place from the next one on.
 """
 
-import gc
-import weakref
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -196,8 +194,6 @@ class Inputs:
         self._owner = owner
         self._max_places = max_places
         self._max_copied = max_copied
-        self._first: dict[tuple[weakref.ref[torch.nn.Module], str], int] = {}
-        """Where modules' parameters and buffers lay when they were first recorded, where moves are errors."""
         self.forget()
 
     def forget(self) -> None:
@@ -299,29 +295,6 @@ class Inputs:
             alive[place] = torch_private.WeakStorage(storage), id(args[i])
             self._known[i] = alive
             self._before = None
-
-    def moved(self, args: Sequence[Any], *, recorded: bool) -> list[int]:
-        """Inputs that lie elsewhere than when their module was first recorded; other modules' did not move."""
-        holders, moved = _holders({id(args[i]) for i in self._layout.checked}), []
-        self._first = {holder: at for holder, at in self._first.items() if holder[0]() is not None}
-        for i in self._layout.checked:
-            holder, address = holders.get(id(args[i])), args[i].data_ptr()
-            if holder is not None and not recorded:
-                self._first[holder] = address
-            elif holder is not None and self._first.setdefault(holder, address) != address:
-                moved.append(i)
-        return moved
-
-
-def _holders(wanted: set[int]) -> dict[int, tuple[weakref.ref[torch.nn.Module], str]]:
-    """A module and its name for each tensor that some module holds, by the tensor's `id`."""
-    found: dict[int, tuple[weakref.ref[torch.nn.Module], str]] = {}
-    for module in (m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module)):
-        for kind in ("_parameters", "_buffers"):
-            for name, tensor in (vars(module).get(kind) or {}).items():
-                if id(tensor) in wanted:
-                    found.setdefault(id(tensor), (weakref.ref(module), name))
-    return found
 
 
 def shared_with_written(args: Sequence[Any], written: Iterable[int]) -> set[int]:

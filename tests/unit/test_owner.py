@@ -49,6 +49,21 @@ def test_a_recording_knows_what_it_may_lie_on():
     assert late.tolist() == [5, 5]
 
 
+def test_only_what_a_replay_overwrites_is_moved():
+    owner = Owner(SimulatedDriver())
+    first = partition(lambda x: [x * 2, x * 3], owner=owner)
+    second = partition(lambda x: [x * 5], owner=owner)
+    recorded(first)
+    call(second, X)
+    (_, kept), _ = first.run([X])
+    call(second, X)  # is recorded where the other one lay
+    del kept
+    held, _ = first.run([X])
+    assert call(second, X) == [[5, 5]]
+    assert [value.tolist() for value in held] == [[2, 2], [3, 3]]
+    assert (first.stats.rescues, first.stats.rescued_bytes) == (1, 8)
+
+
 @pytest.mark.parametrize("may_move", [True, False])
 def test_what_was_released_and_is_held_is_moved_before_something_is_recorded_on_it(may_move):
     owner = Owner(SimulatedDriver())
@@ -154,6 +169,19 @@ def test_a_recording_that_was_closed_is_not_kept():
     gc.collect()
     assert gone() is None
     assert held.tolist() == [5, 5]
+
+
+def test_a_recording_whose_outputs_could_not_be_moved_is_never_replayed(monkeypatch):
+    run = partition()
+    recording = recorded(run)
+
+    def broken(blocks):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(recording.memory, "rescue", broken)
+    with pytest.raises(KeyboardInterrupt):
+        recording.rescue([0])
+    assert not recording.may_replay([X])
 
 
 @contextlib.contextmanager

@@ -253,6 +253,27 @@ def test_what_takes_a_dead_tensors_place_is_copied_and_no_recording_is_lost():
     assert run.table.all() == run.owner._slots[0].recordings
 
 
+def test_recordings_of_what_is_gone_are_freed_once_something_else_is_recorded():
+    run = scaled()
+    for size in (2, 20):
+        w = torch.ones(size)[:2]
+        for _ in range(2):
+            call(run, X, w, 2)
+        del w
+        (recording,) = run.owner._slots[0].recordings
+        assert run.table.all() == [recording]
+
+
+def test_what_is_written_beside_operators_is_found_by_its_bits():
+    def fn(x):
+        x.numpy()[0] += 1
+        return [x * 2]
+
+    run = runner(fn, COPIED, check_layout=True)
+    assert call(run, X.clone()) == [[4, 2]]
+    assert run.written == {0}
+
+
 def test_a_recording_that_went_while_another_one_was_moved_is_left_alone():
     owner = Owner(SimulatedDriver())
     forward = runner(lambda x: [x * 2], COPIED, owner=owner)
@@ -312,6 +333,14 @@ def test_what_moves_now_and_then_is_not_said_to_move_in_every_call(moves, caplog
         w.data = places[moves.get(n, 0)] if n in moves or n == 0 else w.data
         run.run([X, w])
     assert not warnings(caplog)
+
+
+def test_what_is_recorded_stays_known_however_many_keys_came_since():
+    run = runner(lambda x, n: [x * n], COPIED, SYMINT)
+    for n in (*range(2100), 0, 1, 1, 0):
+        call(run, X, n)
+    assert counts(run) == (2101, 2, 3, 0)
+    assert run.table.all() == run.owner._slots[0].recordings
 
 
 def test_sizes_that_do_not_come_again_are_named_once(caplog):
