@@ -76,11 +76,6 @@ class Capture(Pause):
         _run_waiting()
 
 
-def is_any_capture_running() -> bool:
-    """Tell whether any thread of this process records right now."""
-    return bool(_captures)
-
-
 def is_capturing_here() -> bool:
     """Tell whether this thread records right now."""
     thread = threading.get_ident()

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import cgpass
-from cgpass.runtime.capturing import is_any_capture_running
+from cgpass.runtime.capturing import is_capturing_here
 
 OPTIONS = {"driver": "simulated", "compiler": "eager"}
 
@@ -45,7 +45,7 @@ class Waits:
         self.thread = threading.Thread(target=lambda: [self.wrapper(torch.ones(3)) for _ in "ab"])
 
     def run(self, x):
-        if is_any_capture_running():
+        if is_capturing_here():
             self.inside.set()
             self.may_go_on.wait(60)
         return x.sin() + 1
@@ -69,7 +69,7 @@ def test_a_fork_while_another_thread_captures():
         signal.alarm(60)  # ends a process that hangs
         waits.may_go_on.set()
         assert gc.isenabled()
-        assert not is_any_capture_running()
+        assert not is_capturing_here()
         for _ in range(3):
             x = torch.randn(3)
             assert torch.equal(captured(x), x.sin() + 1)

@@ -1,25 +1,21 @@
-"""Several threads call one compiled function, and read what others called for."""
+"""It works in your stack: several threads, transforms of torch, a mixture of experts from transformers."""
 
 import queue
 import threading
+from importlib.metadata import version
 
 import pytest
 import torch
+from benchlib.models import SPECS
 
 import cgpass
+from cgpass import telemetry
+from cgpass.errors import InputError
 from cgpass.runtime import owner as owners
-from tests.usage.programs import MLP, Block, assert_replays, counted, sgd_step
+from tests.usage.programs import MLP, Block, assert_replays, counted, in_threads, sgd_step
 
 # what torch says in any thread that begins with a matrix product
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
-
-
-def in_threads(*functions):
-    threads = [threading.Thread(target=function) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def test_from_the_second_thread_on_results_are_copies(way):
@@ -59,7 +55,7 @@ def test_one_thread_calls_and_another_reads(way):
             made.put(None)
 
         def consume():
-            while (result := made.get()) is not None:
+            while (result := made.get(timeout=120)) is not None:
                 values.append(result * 2)
 
         in_threads(produce, consume)
@@ -151,6 +147,93 @@ def test_a_second_thread_comes_while_a_backward_is_pending(way):
     for result in pending:
         result.sum().backward()
     torch.testing.assert_close(w.grad, 2 * (batches[3] * w.detach()).cos() * batches[3])
+
+
+# ---- transforms
+
+
+ORDERS = ["ppppb", "pbppp", "bpppp", "ppbbpp"]
+
+
+def function(x):
+    return (x.sin() * 2).cos()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("outputs", ["shared", "owned"])
+def test_gradients_are_batched(way, order, outputs, caplog):
+    def program(session):
+        call, values = session.compile(function), []
+        for kind in order + "pp":
+            x = session.randn(4).requires_grad_()
+            if kind == "b":
+                rows = torch.eye(4, device=session.device)
+                values += torch.autograd.grad(call(x), x, rows, is_grads_batched=True)
+            else:
+                values += torch.autograd.grad(call(x).sum(), x)
+        return values
+
+    if way.compiler == "inductor":
+        pytest.skip("Inductor's kernels take no batched tensors, graphs or not")
+    assert way.compare(program, outputs=outputs, min_partition_ops=1)["replays"] > 0
+    assert "can't be captured" not in caplog.text
+    told = [r for r in caplog.messages if "from inside of a transform" in r]
+    assert len(told) == 1
+
+
+def test_a_wrapper_inside_a_transform(setting, caplog):
+    call = setting.session().wrap(lambda x: x.sin() + 1)
+    x = setting.session().randn(3, 4)
+    with counted() as counters:
+        for _ in range(3):
+            assert torch.equal(call(x), x.sin() + 1)
+            assert torch.equal(torch.func.vmap(call)(x), x.sin() + 1)
+    assert (counters["replays"], counters["plain_calls"]) == (2, 3)
+    with pytest.raises(InputError, match="requires grad"):
+        torch.func.grad(lambda x: call(x).sum())(x)
+    assert caplog.text.count("from inside of a transform") == 1
+
+
+# ---- a mixture of experts of transformers
+
+
+EXPERTS = "transformers.grouped_mm_fallback"
+"""The operator and that of its backward."""
+
+
+def step(model, call, tokens):
+    loss = call(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    grads = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    return loss.detach(), grads
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' and torch's own
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_mixtral_is_one_forward_and_one_backward_graph(compiler):
+    torch.manual_seed(0)
+    try:
+        model = SPECS["mixtral"].build(True).model
+    except ImportError as error:
+        pytest.skip(f"transformers can't load Mixtral here: {error}")
+    tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(1))
+    expected = step(model, model, tokens)
+    options = {"driver": "simulated", "compiler": compiler, "on_skip": "silent"}
+    before = telemetry.counters()["graphs"]
+    call = torch.compile(model, backend=cgpass.cgpass, options=options)
+    for _ in range(3):
+        torch.testing.assert_close(step(model, call, tokens), expected)
+    torch.compiler.reset()
+    graphs = telemetry.graphs(before)
+    reasons = [r for graph in graphs for part in graph.partitions for r in map(str, part.reasons)]
+    if not any(EXPERTS in reason for reason in reasons):
+        pytest.skip(f"transformers {version('transformers')} has experts that can be traced")
+    assert [graph.direction for graph in graphs] == ["forward", "backward"]
+    for graph in graphs:
+        eager = [part for part in graph.partitions if not part.captured]
+        assert len(eager) < len(graph.partitions)
+        assert all(any(EXPERTS in str(reason) for reason in part.reasons) for part in eager)
 
 
 def test_a_reset_while_another_thread_is_in_a_call_that_compiles():
