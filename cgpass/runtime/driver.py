@@ -1,7 +1,7 @@
 """`GraphDriver`: the one seam between our rules and the device, and the driver for CUDA.
 
 A driver knows how to record a callable, to replay what it recorded and where memory lies. It knows no signature, no
-static input and no liveness: those are the wrapper's.
+static input and no liveness: those are the wrapper's. `simulated.driver_for` makes the one that an option means.
 """
 
 import contextlib

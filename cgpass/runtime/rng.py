@@ -99,12 +99,12 @@ class _Caller:
         self._fn = fn
         self._at = positions_at
         """Where positions go among a forward's outputs, or are among a backward's inputs."""
-        self._cuda = tuple(dict.fromkeys(device for device in devices if device.type == "cuda"))
+        self._is_on_cuda = any(device.type == "cuda" for device in devices)
         self._generators = [torch_private.default_generator(device) for device in devices]
         """The user's."""
 
     def _refuse_foreign_capture(self) -> None:
-        if self._cuda and torch_private.is_capturing():
+        if self._is_on_cuda and torch_private.is_capturing():
             raise CaptureError(
                 "a compiled function that recomputes random operators (activation checkpointing with dropout) was called "
                 "inside a capture of your own: nobody can tell there which numbers its backward has to repeat. Call it "
@@ -145,10 +145,9 @@ class _Private(_Caller):
         ]
         self._lock = new_lock()
 
-    def _put(self, number: int, seed: int, offset: int) -> None:
-        """Set a CUDA generator."""
-        self._states[number].manual_seed(seed)
-        self._states[number].set_offset(offset)
+    def _run(self, args: list[Any]) -> list[Any]:
+        args.extend(self._states)
+        return list(self._fn(args))
 
 
 class PairedForward(_Private):
@@ -159,24 +158,23 @@ class PairedForward(_Private):
         self._refuse_foreign_capture()
         with self._lock:
             snapshot = _pack(self._set_states())
-            args.extend(self._states)
-            outputs = list(self._fn(args))
+            outputs = self._run(args)
         outputs.insert(self._at, snapshot)
         return outputs
 
     def _set_states(self) -> list[Any]:
         """Set the private generators from where the users' stand, and move those on; returns their positions."""
         stands: dict[torch.device, tuple[int, int]] = {}
-        for device in self._cuda:
-            user = torch_private.default_generator(device)
-            stands[device] = user.initial_seed(), user.get_offset()
-            user.set_offset(stands[device][1] + _STEPS_OF_A_CALL)
         positions: list[Any] = []
         for number, (state, user) in enumerate(zip(self._states, self._generators, strict=True)):
             if user.device.type == "cuda":
+                if user.device not in stands:
+                    stands[user.device] = _position_of(user)
+                    user.set_offset(stands[user.device][1] + _STEPS_OF_A_CALL)
                 seed, offset = stands[user.device]
                 seed = (seed * _GOLDEN + (number + 1) * _GOLDEN**2) % 2**63
-                self._put(number, seed, offset)
+                state.manual_seed(seed)
+                state.set_offset(offset)
                 positions.append((seed, offset))
             else:
                 with _drawing:
@@ -188,14 +186,13 @@ class PairedForward(_Private):
 class Backward(_Private):
     """Calls a backward graph whose pairs draw what their forward drew."""
 
-    def __call__(self, args: list[Any]) -> Sequence[Any]:
+    def __call__(self, args: list[Any]) -> list[Any]:
         """Call it; `args` is emptied."""
         self._refuse_foreign_capture()
         positions = args.pop(self._at)
         with self._lock:
             self._rewind(positions)
-            args.extend(self._states)
-            return self._fn(args)
+            return self._run(args)
 
     def _rewind(self, positions: torch.Tensor) -> None:
         """Set the generators to positions that `_pack` has put together."""
@@ -205,12 +202,13 @@ class Backward(_Private):
                 f"as {positions.dtype}: have your saved-tensor hooks leave tensors of integers as they are"
             )
         sizes = [2 if g.device.type == "cuda" else STATE_BYTES // 8 for g in self._generators]
-        for number, row in enumerate(positions.split(sizes)):
-            if self._generators[number].device.type == "cuda":
+        for state, row in zip(self._states, positions.split(sizes), strict=True):
+            if state.device.type == "cuda":
                 bits, offset = row.tolist()
-                self._put(number, bits % 2**64, offset)
+                state.manual_seed(bits % 2**64)
+                state.set_offset(offset)
             else:
-                self._states[number].set_state(row.clone().view(torch.uint8))
+                state.set_state(row.clone().view(torch.uint8))
 
 
 def caller_of(
@@ -268,7 +266,6 @@ class _InPlaceOf(Mode):
         if self._state.device.type == "cuda":
             default.graphsafe_set_state(before)
         else:
-            self._state.set_state(default.get_state())
             default.set_state(before)
         self._before = None
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cgpass import torch_private
 from cgpass.errors import DriverUnavailableError
-from cgpass.runtime import simulated
+from cgpass.runtime import rng, simulated
 from cgpass.runtime.simulated import SimulatedDriver, SimulatedPool, driver_for
 
 
@@ -107,6 +107,24 @@ def test_host_reads_are_refused(driver, fn, opaque):
     with pytest.raises(RuntimeError, match="operation not permitted when stream is capturing"):
         record(driver, lambda x: [*fn(x)], torch.ones(3), opaque=opaque)
     assert not driver.is_capturing()
+
+
+@torch.library.custom_op("test_simulated::with_gradients", mutates_args=())
+def with_gradients(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.is_grad_enabled()
+
+
+def test_operators_replay_with_gradients_where_they_were_recorded_with_them(driver):
+    """Some make less where no backward is to come."""
+
+    def fn(x):
+        with torch.enable_grad():
+            first = with_gradients(x)
+        return [first, with_gradients(x)]
+
+    graph, outputs = record(driver, fn, torch.zeros(2))
+    graph.replay()
+    assert [out.tolist() for out in outputs] == [[1, 1], [0, 0]]
 
 
 def test_neither_a_tape_nor_its_reset_keeps_inputs_alive(driver):
@@ -235,6 +253,11 @@ def left_at(state):
     return [torch.ones(2) + 1]
 
 
+def read_at(state):
+    torch.set_rng_state(state)
+    return [rng.read_rng_state(torch.default_generator)]
+
+
 def seeded_first():
     torch.rand(2)
     torch.manual_seed(8)
@@ -248,6 +271,7 @@ DRAWS = "rand.default draws from a state that was set in what is recorded"
     ("fn", "why"),
     [
         (lambda x: drawn_from(OUTSIDE), DRAWS),
+        (lambda x: read_at(OUTSIDE), "read_rng_state.default draws from a state"),
         (lambda x: left_at(OUTSIDE), "set_rng_state without setting it back"),
         (lambda x: seeded_first(), DRAWS),
         (lambda x: checkpointed(x, 0.5), "Recompute by cgpass.checkpoint"),
