@@ -223,18 +223,10 @@ class GraphedFunction:
 
     def note_result(self, result: Any) -> None:
         """Look at a result: each call gets one made as this."""
-        structure, before = OutputStructure(result), self.structure
-        if before is not None:
-            if not structure.is_like(before):
-                raise self.refusal(
-                    "returned another structure than in the run before. What it returns may not depend on how often it ran"
-                )
-            made = structure.made_anew(before)
-            if made is not None:
-                raise self.refusal(
-                    f"returns a {made} that it makes anew in each run and that is no pytree node. Return the tensors "
-                    "themselves, or register the class (torch.utils._pytree.register_dataclass)"
-                )
+        structure = OutputStructure(result)
+        why = None if self.structure is None else structure.misfit(self.structure)
+        if why is not None:
+            raise self.refusal(f"returns {why}")
         self.structure = structure
 
     def refusal(self, why: str) -> GraphedArgumentError:
