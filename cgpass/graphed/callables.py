@@ -179,6 +179,7 @@ class GraphedFunction:
         pair = next((each for each in pairs if each.is_free()), None)
         if pair is None:
             pair = self._record_again(owner, key, held=bool(pairs))
+            now = self.statics.now()  # a first run may make some
         return pair, now if pair is None else pair.take(now)
 
     def _run_plainly(self, why: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
