@@ -100,6 +100,26 @@ def test_forwards_that_are_pending(setting, way, order):
     assert graphed.graphed.stats.plain_calls == 0
 
 
+class KeepsArgument(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x = x
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.x.cos()
+
+
+def test_an_argument_that_is_kept(setting):
+    graphed = setting.graphed(KeepsArgument.apply, (setting.randn(4, grad=True),))
+    xs = [setting.randn(4, grad=True) for _ in range(3)]
+    for y in [graphed(x) for x in xs]:
+        y.sum().backward()
+    for x in xs:
+        same(x.grad, x.detach().cos())
+
+
 def moved():
     return torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor)
 
