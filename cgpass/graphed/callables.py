@@ -79,10 +79,7 @@ class GraphedFunction:
         self._settings = self._settings_now()
         self.find_statics()
         if owner is not None:
-            free = self._free
-            owner.add(
-                SimpleNamespace(close=free, forget_recordings=free, forget_failures=lambda: None)
-            )
+            owner.add(SimpleNamespace(close=self._free, forget_recordings=self._free))
 
     def find_statics(self) -> None:
         """Look for parameters and buffers, once more when modules have other members than they had."""
