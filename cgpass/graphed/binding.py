@@ -168,15 +168,16 @@ class OutputStructure:
         self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._is_tensor = isinstance(result, torch.Tensor)
 
-    def is_like(self, other: "OutputStructure") -> bool:
-        """Tell whether tensors are in the same places among as many leaves; these and the nodes may be others."""
-        return self._places == other._places and len(self._leaves) == len(other._leaves)
-
-    def made_anew(self, before: "OutputStructure") -> str | None:
-        """The class of something that is no tensor and not what the run before had there; None if there is none."""
+    def misfit(self, before: "OutputStructure") -> str | None:
+        """What is returned otherwise than in the run before: tensors in other places, or objects that can be no constants."""
+        if self._places != before._places or len(self._leaves) != len(before._leaves):
+            return "another structure than in the run before. What it returns may not depend on how often it ran"
         for now, then in zip(self._leaves, before._leaves, strict=True):
             if not isinstance(now, _OPAQUE) and not equal(now, then):
-                return type(now).__name__
+                return (
+                    f"a {type(now).__name__} that it makes anew in each run and that is no pytree node. Return the tensors "
+                    "themselves, or register the class (torch.utils._pytree.register_dataclass)"
+                )
         return None
 
     def build(self, tensors: Sequence[torch.Tensor]) -> Any:

@@ -176,6 +176,7 @@ class GraphedFunction:
         pair = next((each for each in pairs if each.is_free()), None)
         if pair is None:
             pair = self._record_again(owner, key, held=bool(pairs))
+            now = self.statics.now()  # a first run may make some
         return pair, now if pair is None else pair.take(now)
 
     def _run_plainly(self, why: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -220,18 +221,10 @@ class GraphedFunction:
 
     def note_result(self, result: Any) -> None:
         """Look at a result: each call gets one made as this."""
-        structure, before = OutputStructure(result), self.structure
-        if before is not None:
-            if not structure.is_like(before):
-                raise self.refusal(
-                    "returned another structure than in the run before. What it returns may not depend on how often it ran"
-                )
-            made = structure.made_anew(before)
-            if made is not None:
-                raise self.refusal(
-                    f"returns a {made} that it makes anew in each run and that is no pytree node. Return the tensors "
-                    "themselves, or register the class (torch.utils._pytree.register_dataclass)"
-                )
+        structure = OutputStructure(result)
+        why = None if self.structure is None else structure.misfit(self.structure)
+        if why is not None:
+            raise self.refusal(f"returns {why}")
         self.structure = structure
 
     def refusal(self, why: str) -> GraphedArgumentError:

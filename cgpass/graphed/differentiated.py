@@ -18,7 +18,6 @@ Note [A backward with explicit saved tensors]
     after a capture (`keeps_memory`). A replay would overwrite it: such a recording serves one call at a time.
 """
 
-import contextlib
 import functools
 import math
 import sys
@@ -91,7 +90,7 @@ class Differentiated:
         args, kwargs = binding.call(self._inputs)
         self._first_node = torch_private.next_number()
         with (
-            no_autocast_cache(),
+            torch_private.autocast_cache_off(),
             self._placed(members),
             torch.set_grad_enabled(d.with_grad),
         ):
@@ -250,7 +249,7 @@ class Differentiated:
         if not wanted:
             return []
         try:
-            with no_autocast_cache(), self._placed(members), self._no_autocast():
+            with torch_private.autocast_cache_off(), self._placed(members), self._no_autocast():
                 found = torch.autograd.grad(
                     self._edges,
                     [leaves[i] for i in wanted],
@@ -277,20 +276,17 @@ class Differentiated:
         """Gradients that the backward left out, by position among the members, as `backward_dw` makes them."""
         make = self._d.makes_weight_grads
         assert make is not None
-        with no_autocast_cache(), self._placed(members), torch.no_grad(), self._no_autocast():
+        with (
+            torch_private.autocast_cache_off(),
+            self._placed(members),
+            torch.no_grad(),
+            self._no_autocast(),
+        ):
             make()
             found = {k: t.grad for k, t in enumerate(self._stand_ins) if t.grad is not None}
             for stand_in in self._stand_ins:
                 stand_in.grad = None
             return found
-
-
-@contextlib.contextmanager
-def no_autocast_cache() -> Iterator[None]:
-    """Have autocast cast every weight anew: a cast weight of another run would be no part of the graph."""
-    torch.clear_autocast_cache()
-    with torch_private.autocast_cache_off():
-        yield
 
 
 class _Placed(Mode):

@@ -99,6 +99,10 @@ def test_what_the_first_call_makes(setting):
     module.table = module.table * 2
     plain.table = plain.table * 2
     check_recorded(setting, graphed, module, plain, 1)
+    module.table = plain.table = None
+    graphed.reset()
+    for _ in range(2):
+        check_recorded(setting, graphed, module, plain, 1)
 
 
 # ---- functions

@@ -135,6 +135,6 @@ def test_a_result_whose_first_tensors_are_alike(setting, warm, captured):
         return (captured if len(runs) == 4 else warm)(x * 2)
 
     with pytest.raises(
-        cgpass.errors.GraphedArgumentError, match=r"fn returned another structure than in the run"
+        cgpass.errors.GraphedArgumentError, match=r"fn returns another structure than in the run"
     ):
         setting.graphed(fn, (setting.randn(4),))
