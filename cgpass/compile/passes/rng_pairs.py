@@ -153,7 +153,7 @@ def _save_positions(
     with torch_private.mode_of(like):
         value = torch.empty(made, dtype=torch.int64, device="cpu")
     with fw.graph.inserting_before(output):
-        kwargs = {"dtype": torch.int64, "device": torch.device("cpu")}
+        kwargs: dict[str, Any] = {"dtype": torch.int64, "device": torch.device("cpu")}
         saved = fw.graph.call_function(torch.ops.aten.empty.memory_format, (made,), kwargs)
     saved.name = "rng_positions"
     saved.meta = {"val": value, POSITIONS: devices, "saved_tensor_with_no_vc_check": True}
