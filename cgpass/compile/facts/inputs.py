@@ -96,9 +96,9 @@ def _resized_placeholders(placeholders: Sequence[fx.Node]) -> frozenset[fx.Node]
 def _base(node: fx.Node) -> fx.Node:
     """Return what a node is a view of."""
     keys = values.storage_keys(node)
-    bases = (n for n in node.all_input_nodes if keys & values.storage_keys(n))
-    base = next(bases, None)
-    return node if base is None else _base(base)
+    while bases := [n for n in node.all_input_nodes if keys & values.storage_keys(n)]:
+        node = bases[0]
+    return node
 
 
 def value_kinds(
