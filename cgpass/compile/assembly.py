@@ -62,7 +62,7 @@ def passes_for(gm: fx.GraphModule, options: Options, target: Target) -> tuple[Pa
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class GraphBuilder:
     """Makes one graph of a function callable."""
 
