@@ -193,6 +193,14 @@ def test_operators_with_a_fix_of_their_own_are_known_to_torch(name):
     assert hasattr(aten, name)
 
 
+def test_a_part_of_a_result_is_judged_as_what_made_it():
+    found = reasons(lambda x: torch.linalg.eigh(x)[0], (3, 3))
+    assert len(found) > 1
+    assert {(reason.code, reason.op) for reason in found} == {
+        ("host_sync", "aten._linalg_eigh.default")
+    }
+
+
 def test_the_operator_to_blame_is_named_with_its_line():
     (reason,) = reasons(lambda x: x.sin() * x.sum().item(), (3,))[:1]
     assert reason.op == "aten._local_scalar_dense.default"
