@@ -41,10 +41,6 @@ class PassError(CGPassError, RuntimeError):
     """A graph pass failed; names the pass, its stage and the passes that ran before it."""
 
 
-class PostconditionError(CGPassError, RuntimeError):
-    """A pass left a graph that breaks what the pass ensures."""
-
-
 class ExpectationError(CGPassError, AssertionError):
     """Inside `cgpass.expect` something happened more or less often than was said."""
 

@@ -61,6 +61,11 @@ def waited_here(x):
     return collectives.wait_tensor(started) + y.tanh()
 
 
+def read_unwaited(x):
+    started = collectives.all_reduce(x.sin(), "sum", GROUP)
+    return started.view(2, 2), collectives.wait_tensor(started.tanh())
+
+
 def started_eagerly(x):
     return collectives.wait_tensor(collectives.all_reduce(x.tanh(), "sum", GROUP)).sin()
 
@@ -79,6 +84,7 @@ def unread(x):
     ("fn", "waits"),
     [
         (waited_here, [("captured_0", "all_reduce")]),
+        (read_unwaited, [("captured_0", "all_reduce"), ("captured_2", "tanh")]),
         (started_eagerly, [("eager_0", "all_reduce"), ("captured_1", "wait_tensor_default")]),
         (returned, [("captured_0", "getitem_1"), ("captured_0", "getitem")]),
         (unread, [("captured_0", "getitem"), ("captured_0", "getitem_1")]),

@@ -24,6 +24,15 @@ def test_user_line_is_the_innermost_frame_outside_of_torch():
     assert lines.user_line(sin) is None
 
 
+def test_functions_left_behind_a_graph_break_have_their_own_names():
+    names = [
+        "forward",
+        "torch_dynamo_resume_in_forward_at_9",
+        "torch_dynamo_resume_in__lambda__at_9",
+    ]
+    assert [lines.function_name(name) for name in names] == ["forward", "forward", "<lambda>"]
+
+
 @pytest.mark.parametrize("key", ["nn_module_stack", "fwd_nn_module_stack"])
 def test_without_a_frame_the_innermost_module_is_named(key):
     gm = fake_cuda_graph(lambda x: x.sin(), (3,))

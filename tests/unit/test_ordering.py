@@ -108,6 +108,13 @@ def test_memory_limit_keeps_big_values_apart():
     assert [count_switches(p, order) for order in found.values()] == [5, 3, 1]
 
 
+def test_the_original_order_stays_where_what_fits_needs_more_switches():
+    before = [[], [0], [0], [0, 2], [], [1], [], [6], [3, 4, 5]]
+    captured = [at in (2, 5, 6, 7, 8) for at in range(9)]
+    p = problem(captured, before, [1, 40, 40, 1, 0, 1, 40, 40, 3])
+    assert find_order(p, 0.0) == tuple(range(9))
+
+
 @pytest.mark.parametrize(("width", "increase"), [(8, 0.05), (5000, 0.0)])
 def test_five_thousand_nodes_are_ordered_quickly(width, increase):
     rng = random.Random(width)

@@ -7,8 +7,7 @@ from expecttest import assert_expected_inline
 from cgpass.compile.facts import partition_tag, values
 from cgpass.compile.passes.base import PassContext, graph_text, run_passes
 from cgpass.compile.passes.partition import Partition
-from cgpass.errors import PassError
-from tests.graphs import CUDA, calls, fake_cuda_graph, ints, node_named
+from tests.graphs import CUDA, fake_cuda_graph, ints, node_named
 
 CONTEXT = PassContext(CUDA, "partition", "forward")
 aten = torch.ops.aten
@@ -177,19 +176,6 @@ def test_a_graph_without_boundaries_is_captured_if_it_does_any_work(fn, found):
     notes = partition(gm, min_partition_ops=4)
     assert tags(gm) == [found]
     assert {note.code for note in notes} == ({"no_work"} if found == "eager_0" else set())
-
-
-def test_broken_tags_are_refused():
-    class Unordered(Partition):
-        def run(self, gm, ctx):
-            notes = super().run(gm, ctx)
-            first = calls(gm, aten.relu.default)[0]
-            partition_tag.set_tag(first, partition_tag.PartitionTag(7, captured=True))
-            return notes
-
-    gm = fake_cuda_graph(chain, (4,))
-    with pytest.raises(PassError, match="partitions are not contiguous: captured_7, captured_0"):
-        run_passes([Unordered(min_partition_ops=1)], gm, CONTEXT)
 
 
 def test_attributes_come_before_their_first_user():

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from cgpass.compile.passes.base import Pass, PassContext, run_passes
-from cgpass.errors import PassError, PostconditionError
+from cgpass.errors import PassError
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class ReluToNeg(Pass):
 class Careless(Note):
     name: ClassVar[str] = "careless"
 
-    def ensures(self, gm, ctx):
-        raise PostconditionError("a promise was broken")
+    def run(self, gm, ctx):
+        raise ValueError("a promise was broken")
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ def test_failure_names_pass_stage_and_passes_before():
     with pytest.raises(PassError) as caught:
         run_passes([Note(), Careless()], traced(), context())
     assert str(caught.value) == (
-        "pass 'careless' failed in stage 'split' (forward): PostconditionError: a promise was broken. "
+        "pass 'careless' failed in stage 'split' (forward): ValueError: a promise was broken. "
         "Passes that ran before it: note."
     )
-    assert isinstance(caught.value.__cause__, PostconditionError)
+    assert isinstance(caught.value.__cause__, ValueError)
 
 
 def test_invalid_graph_is_the_pass_s_failure():

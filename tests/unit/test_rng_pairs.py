@@ -232,11 +232,12 @@ def test_what_dtensor_draws_is_saved(compiler):
 
 
 @pytest.mark.parametrize(
-    "setting",
-    [{"activation_memory_budget": 0.2}, {"aggressive_recomputation": True}],
-    ids=lambda setting: next(iter(setting)),
+    ("setting", "compiler"),
+    [
+        ({"activation_memory_budget": 0.2}, "inductor"),
+        ({"aggressive_recomputation": True}, "eager"),
+    ],
 )
-@COMPILERS
 def test_masks_under_a_memory_budget_are_the_forwards(setting, compiler):
     """Nothing marks what is drawn again, and Inductor makes no CPU kernel of pairs."""
     options = {"compiler": compiler, "driver": "simulated"}

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from cgpass.compile.facts.capturability import names_behind
+from cgpass.compile.facts.capturability import names_behind, why_not_capturable
+from tests.graphs import CUDA
 from tests.unit.test_capturability import by_hand
 
 aten = torch.ops.aten
@@ -56,6 +57,20 @@ def test_a_decomposed_operator_is_known_by_its_overload():
 )
 def test_the_call_in_the_users_code_is_named(target, names):
     assert set(behind(aten.mm.default, source_fn_stack=[("f", target)])) == {*MM, *names}
+
+
+@pytest.mark.parametrize(
+    ("listed", "detail"),
+    [
+        ("aten::mm", "aten::mm is listed in unsafe_ops"),
+        ("aten::linear", "it is a part of aten::linear, which is listed in unsafe_ops"),
+    ],
+)
+def test_a_reason_says_by_which_name_a_node_is_listed(listed, detail):
+    node = by_hand(aten.mm.default, "x")
+    node.meta["source_fn_stack"] = [("f", F.linear)]
+    reason = why_not_capturable(node, CUDA, unsafe_ops=frozenset([listed]))
+    assert (reason.code, reason.detail) == ("unsafe_ops", detail)
 
 
 def test_a_backwards_nodes_are_not_the_forwards_operator():

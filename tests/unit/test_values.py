@@ -1,5 +1,7 @@
 """Facts about node values, on traced graphs over fake CUDA tensors."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -72,6 +74,16 @@ def test_mutated_inputs_follow_the_schema():
     x, y = node_named(gm, "x_1"), node_named(gm, "y_1")
     assert values.mutated_inputs(one(gm, aten.copy_.default)) == (x,)
     assert values.mutated_inputs(one(gm, aten.add.out)) == (y,)
+
+
+def test_a_storage_that_is_resized_is_written_whatever_the_schema_says():
+    gm = fake_cuda_graph(lambda x: x.sin(), (3,))
+    importlib.import_module("torch._inductor.inductor_prims")
+    resize = torch.ops.inductor.resize_storage_bytes_.default
+    sin = one(gm, aten.sin.default)
+    with gm.graph.inserting_after(sin):
+        node = gm.graph.call_function(resize, (sin, 0))
+    assert values.mutated_inputs(node) == (sin,)
 
 
 def test_a_triton_kernel_may_write_to_all_its_tensors():

@@ -246,12 +246,10 @@ def _why_it_waits(node: fx.Node, name: str) -> str | None:
         return "without a range it reads the smallest and largest value on the host"
     if name == "_grouped_mm" and any(t.dtype != torch.bfloat16 for t in values.tensors(node)):
         return "it reads the group offsets on the host unless the type is bfloat16"
-    given, why = op_tables.SYNCS_IF_GIVEN.get(name, ("", ""))
-    if given and values.argument(node, given):
-        return why
     for read in op_tables.READ_ON_THE_HOST.get(name, ()):
-        if any(t.device.type != "cpu" for t in values.argument_tensors(node, read)):
-            return f"it reads {read} on the host"
+        on_device = any(t.device.type != "cpu" for t in values.argument_tensors(node, read))
+        if on_device or values.argument(node, read) is True:
+            return f"its argument {read} has it read data on the host"
     return None
 
 

@@ -78,10 +78,10 @@ def _strided_placeholders(gm: fx.GraphModule) -> frozenset[fx.Node]:
     for node in gm.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target._opname in _AS_STRIDED:
             found.append(node.args[0])
-        elif values.hop_name(node) == "auto_functionalized_v2":
-            if any(name.endswith("_storage_offset") for name in node.kwargs):
-                bases = node.kwargs["_all_bases"]
-                found += [base for base in bases if isinstance(base, fx.Node)]
+        elif any(name.endswith("_storage_offset") for name in node.kwargs):
+            # Of `auto_functionalized_v2`
+            bases = node.kwargs["_all_bases"]
+            found += [base for base in bases if isinstance(base, fx.Node)]
     return frozenset(map(_base, found))
 
 
@@ -95,13 +95,9 @@ def _resized_placeholders(placeholders: Sequence[fx.Node]) -> frozenset[fx.Node]
 
 def _base(node: fx.Node) -> fx.Node:
     """Return what a node is a view of."""
-    while node.op != "placeholder":
-        keys = values.storage_keys(node)
-        bases = (n for n in node.all_input_nodes if keys & values.storage_keys(n))
-        base = next(bases, None)
-        if base is None:
-            return node
-        node = base
+    keys = values.storage_keys(node)
+    while bases := [n for n in node.all_input_nodes if keys & values.storage_keys(n)]:
+        node = bases[0]
     return node
 
 
@@ -121,16 +117,13 @@ def value_kinds(
     in_copies: set[str] = set()  # the copies, and what views them
     for node in gm.graph.nodes:
         keys = values.storage_keys(node)
-        if node.name in copies or any(
-            arg.name in in_copies and not keys.isdisjoint(values.storage_keys(arg))
-            for arg in (node.all_input_nodes if in_copies else ())
-        ):
+        bases = (arg for arg in node.all_input_nodes if arg.name in in_copies)
+        if node.name in copies or any(keys & values.storage_keys(base) for base in bases):
             in_copies.add(node.name)
             found[node.name] = InputKind.COPIED
             continue
-        kind = next((by_storage[key] for key in keys if key in by_storage), None)
-        if kind is None:
-            kind = _own_kind(node, placeholder_kinds)
+        known = (by_storage[key] for key in keys if key in by_storage)
+        kind = next(known, None) or _own_kind(node, placeholder_kinds)
         for key in keys:
             by_storage.setdefault(key, kind)
         found[node.name] = kind

@@ -25,9 +25,8 @@ def function_name(name: str) -> str:
     Source: torch/_dynamo/resume_execution.py `TORCH_DYNAMO_RESUME_IN_PREFIX`, 2.11 to 2.15.
     """
     resumed = _RESUMED.match(name)
-    if resumed is None:
-        return name
-    return {"_lambda_": "<lambda>"}.get(resumed.group(1), resumed.group(1))
+    name = resumed.group(1) if resumed else name
+    return "<lambda>" if name == "_lambda_" else name
 
 
 def user_line(node: fx.Node) -> str | None:
@@ -75,14 +74,10 @@ def begins_at(gm: fx.GraphModule) -> str | None:
             hands_on = _WRAPPER.search(place) and _HANDS_ON.search(code)  # as a decorator does
             if place is frames[-1][0] or not hands_on:
                 return place
-    outermost = list(
-        dict.fromkeys(found[0] for node in gm.graph.nodes if (found := _modules(node)))
-    )
-    names = [_class_name(kind) for _, kind in outermost]
-    if len(names) > 1:
-        return f"modules {names[0]} to {names[-1]}"
+    stacks = filter(None, map(_modules, gm.graph.nodes))
+    names = [_class_name(kind) for _, kind in dict.fromkeys(stack[0] for stack in stacks)]
     if names:
-        return f"module {names[0]}"
+        return f"module {names[0]}" if len(names) == 1 else f"modules {names[0]} to {names[-1]}"
     return next(filter(None, map(_torchs_own, gm.graph.nodes)), None)
 
 

@@ -21,17 +21,12 @@ SYNCS = _names("""
 """)
 """Operators without a telling tag that synchronise, by name or by `aten.name.overload`."""
 
-_CHECKS = "check_errors", "with check_errors it reads on the host what failed"
-SYNCS_IF_GIVEN = {
-    "searchsorted": ("sorter", "it checks the sorter on the host"),
-    "linalg_cholesky_ex": _CHECKS,
-    "linalg_inv_ex": _CHECKS,
-    "linalg_lu_factor_ex": _CHECKS,
-    "_linalg_solve_ex": _CHECKS,
-}
-"""Operators that synchronise if one argument is given, with the reason."""
-
 READ_ON_THE_HOST = {
+    "searchsorted": ("sorter",),
+    "linalg_cholesky_ex": ("check_errors",),
+    "linalg_inv_ex": ("check_errors",),
+    "linalg_lu_factor_ex": ("check_errors",),
+    "_linalg_solve_ex": ("check_errors",),
     "masked_fill": ("value",),
     "masked_fill_": ("value",),
     "index_fill": ("value",),
@@ -39,12 +34,12 @@ READ_ON_THE_HOST = {
     "linspace": ("start", "end"),
     "logspace": ("start", "end"),
 }
-"""Arguments that operators read on the host if they are tensors on the device."""
+"""Arguments for which operators wait if they are true, or tensors on the device."""
 
 QUANTISING = _names("""
-    quantize_per_tensor quantize_per_tensor_dynamic quantize_per_channel
-    _empty_affine_quantized _empty_per_channel_affine_quantized
-    _make_per_tensor_quantized_tensor _make_per_channel_quantized_tensor
+    aten::quantize_per_tensor aten::quantize_per_tensor_dynamic aten::quantize_per_channel
+    aten::_empty_affine_quantized aten::_empty_per_channel_affine_quantized
+    aten::_make_per_tensor_quantized_tensor aten::_make_per_channel_quantized_tensor
 """)
 """Operators whose result is quantised, which the fake tensor that stands for it does not say."""
 

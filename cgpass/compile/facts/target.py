@@ -59,8 +59,8 @@ def find_target(gm: fx.GraphModule, driver: str) -> Target:
 
 
 def _quantises(node: fx.Node) -> bool:
-    name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
-    return name.removeprefix("aten::") in QUANTISING
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.name in QUANTISING
 
 
 def devices(gm: fx.GraphModule) -> set[torch.device]:

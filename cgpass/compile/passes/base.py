@@ -57,10 +57,6 @@ class Pass(abc.ABC):
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> Sequence[Any]:
         """Rewrite `gm` in place; return what the pass has to say to its caller."""
 
-    def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:
-        """Raise `PostconditionError` if the pass left a graph that breaks its promise."""
-        del gm, ctx
-
 
 def run_passes(passes: Sequence[Pass], gm: fx.GraphModule, ctx: PassContext) -> list[Any]:
     """Run `passes` in order on a graph, which they rewrite in place; return what they have to say.
@@ -76,7 +72,6 @@ def run_passes(passes: Sequence[Pass], gm: fx.GraphModule, ctx: PassContext) -> 
             with tracing.event(f"{ctx.direction}.{one.name}"):
                 notes += one.run(gm, ctx)
                 gm.graph.lint()
-                one.ensures(gm, ctx)
         except Exception as error:
             before = ", ".join(done.name for done in passes[: position - 1]) or "none"
             raise PassError(

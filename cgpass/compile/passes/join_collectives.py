@@ -9,7 +9,6 @@ Note [A partition joins what it starts]
 """
 
 import operator
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,9 +17,8 @@ from torch import fx
 
 from cgpass import torch_private
 from cgpass.compile.facts import values
-from cgpass.compile.facts.partition_tag import KEY, PartitionTag, get_tag, set_tag
+from cgpass.compile.facts.partition_tag import KEY, get_tag, set_tag
 from cgpass.compile.passes.base import Pass, PassContext, inherit_meta
-from cgpass.errors import PostconditionError
 
 
 @dataclass(frozen=True)
@@ -34,70 +32,33 @@ class JoinCollectives(Pass):
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> tuple[()]:
         """Add waits to `gm`."""
-        for node in _collectives(gm):
-            _name_all_results(node)
-        unjoined = list(_unjoined(gm))
-        last = _last_nodes(gm) if unjoined else {}
-        for result, tag in unjoined:
-            end = last[tag]
-            with gm.graph.inserting_after(end):
+        tagged = [node for node in gm.graph.nodes if get_tag(node) is not None]
+        started = filter(values.starts_collective, tagged)
+        results = [result for node in started for result in _results(node)]
+        last = {get_tag(node): node for node in gm.graph.nodes}
+        for result in results:
+            tag = result.meta[KEY]
+            inside = [user for user in result.users if get_tag(user) == tag]
+            if any(user.target is torch_private.wait_tensor() for user in inside):
+                continue
+            with gm.graph.inserting_after(last[tag]):
                 wait = gm.graph.call_function(torch_private.wait_tensor(), (result,))
             inherit_meta(wait, result, result.meta["val"])
             set_tag(wait, tag)
-            outside = [user for user in result.users if get_tag(user) != tag]
-            for user in outside:
-                user.replace_input_with(result, wait)
+            result.replace_all_uses_with(wait, lambda user, kept=(*inside, wait): user not in kept)
             last[tag] = wait
         return ()
 
-    def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:
-        """Nothing that is started is left to others."""
-        left = [result.name for result, _ in _unjoined(gm)]
-        left += [node.name for node in _collectives(gm) if _unnamed(node)]
-        if left:
-            raise PostconditionError(f"nothing waits for {', '.join(left)} where it is started")
-
-
-def _collectives(gm: fx.GraphModule) -> list[fx.Node]:
-    """Those that a partition starts."""
-    return [n for n in gm.graph.nodes if get_tag(n) is not None and values.starts_collective(n)]
-
-
-def _unjoined(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, PartitionTag]]:
-    """Results of collectives that their own partition does not wait for."""
-    for node in _collectives(gm):
-        tag = node.meta[KEY]
-        for result in _results(node):
-            if not any(get_tag(wait) == tag for wait in _waits(result)):
-                yield result, tag
-
 
 def _results(node: fx.Node) -> list[fx.Node]:
-    """The nodes that stand for the tensors that a collective returns."""
-    if isinstance(node.meta.get("val"), torch.Tensor):
+    """The nodes that stand for the tensors that a collective returns; adds those that nobody reads."""
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor):
         return [node]
-    return [user for user in node.users if user.target is operator.getitem]
-
-
-def _unnamed(node: fx.Node) -> list[int]:
-    """Positions of results that no node stands for, since nobody reads them."""
-    val = node.meta.get("val")
-    if not isinstance(val, list | tuple):
-        return []
-    return sorted(set(range(len(val))) - {result.args[1] for result in _results(node)})
-
-
-def _name_all_results(node: fx.Node) -> None:
-    for position in _unnamed(node):
+    found = [user for user in node.users if user.target is operator.getitem]
+    for position in {*range(len(value))} - {user.args[1] for user in found}:
         with node.graph.inserting_after(node):
-            result = node.graph.call_function(operator.getitem, (node, position))
-        inherit_meta(result, node, node.meta["val"][position])
-        set_tag(result, node.meta[KEY])
-
-
-def _waits(result: fx.Node) -> Iterable[fx.Node]:
-    return (user for user in result.users if user.target is torch_private.wait_tensor())
-
-
-def _last_nodes(gm: fx.GraphModule) -> dict[PartitionTag, fx.Node]:
-    return {tag: node for node in gm.graph.nodes if (tag := get_tag(node)) is not None}
+            found.append(node.graph.call_function(operator.getitem, (node, position)))
+        inherit_meta(found[-1], node, value[position])
+        set_tag(found[-1], node.meta[KEY])
+    return found

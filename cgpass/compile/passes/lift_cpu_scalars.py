@@ -56,6 +56,7 @@ _IN_WIDE = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor)
 Source: aten/src/ATen/native/cuda/Loops.cuh `opmath_gpu_kernel_with_scalars` and who calls it, 2.11.
 """
 
+_COPIES = (aten._to_copy.default, prims.device_put.default)
 _FRESH = (aten.lift_fresh_copy.default, aten.lift_fresh.default)
 
 
@@ -102,9 +103,7 @@ class LiftCpuScalars(Pass):
         if ctx.device.type == "cpu":
             return ()
         lift = _Lift(gm, ctx.device, self)
-        changed = [lift.scalar(source, readers) for source, readers in lift.scalars().items()]
-        changed += [lift.copy(node) for node in lift.copies()]
-        if any(changed):
+        if any([lift.scalars(), lift.copies()]):
             gm.graph.eliminate_dead_code()
         return ()
 
@@ -125,8 +124,8 @@ class _Lift:
                 for key in values.storage_keys(arg):
                     self._written.setdefault(key, position)
 
-    def scalars(self) -> dict[fx.Node, list[fx.Node]]:
-        """The CPU scalars that are all that keeps a node from being captured; their readers."""
+    def scalars(self) -> bool:
+        """Let nodes read CPU scalars on the device, if these are all that keeps them from being captured."""
         found: dict[fx.Node, list[fx.Node]] = {}
         for node in self._graph.nodes:
             scalars = list(filter(_is_cpu_tensor, node.all_input_nodes))
@@ -134,44 +133,34 @@ class _Lift:
             if reason is not None and reason.code == "cpu_scalar":
                 for arg in scalars:
                     found.setdefault(arg, []).append(node)
-        return found
+        changed = False
+        for source, readers in found.items():
+            if max(self._order[reader] for reader in readers) > self._first_write(source):
+                continue
+            changed, lifted = True, self._lift(source, readers[0])
+            for reader in readers:
+                reader.replace_input_with(source, lifted)
+                if self._settings.aten_kernels:
+                    self._keep_bits(reader, lifted)
+        return changed
 
-    def copies(self) -> list[fx.Node]:
-        """The nodes that copy a CPU tensor to the device."""
-        return [
-            node
-            for target in (aten._to_copy.default, prims.device_put.default)
-            for node in self._graph.find_nodes(op="call_function", target=target)
-            if node.all_input_nodes  # not of a number
-            and _is_cpu_tensor(node.all_input_nodes[0])
-            and all(t.device.type == self._device.type for t in values.tensors(node))
-            and LIFTED not in node.meta
-        ]
-
-    def scalar(self, source: fx.Node, readers: list[fx.Node]) -> bool:
-        """Let `readers` read `source` on the device; false if that is not possible."""
-        first_write = self._first_write(source)
-        if any(self._order[reader] > first_write for reader in readers):
-            return False
-        lifted = self._lift(source, readers[0])
-        for reader in readers:
-            reader.replace_input_with(source, lifted)
-            if self._settings.aten_kernels:
-                self._keep_bits(reader, lifted)
-        return True
-
-    def copy(self, node: fx.Node) -> bool:
-        """Make what `node` copies on the device; false if it has to be copied every call."""
-        source = node.all_input_nodes[0]
-        known = self._is_argument(source) or self._is_made_once(source)
-        if not known or self._order[node] > self._first_write(source):
-            return False
-        lifted = self._lift(source, node)
-        node.replace_input_with(source, lifted)
-        if node.target is prims.device_put.default:
-            # Between one device Inductor makes nothing of it, and the caller would get the constant itself.
-            node.target, node.args, node.kwargs = aten.clone.default, (lifted,), {}
-        return True
+    def copies(self) -> bool:
+        """Let nodes copy on the device what is there, and needs no copy from the CPU in every call."""
+        changed = False
+        for node in self._order:
+            if node.target not in _COPIES or LIFTED in node.meta or not node.all_input_nodes:
+                continue
+            source = node.all_input_nodes[0]
+            known = self._is_argument(source) or self._is_made_once(source)
+            written = self._order[node] > self._first_write(source)
+            if not known or written or not _is_cpu_tensor(source) or _is_cpu_tensor(node):
+                continue
+            changed, lifted = True, self._lift(source, node)
+            node.replace_input_with(source, lifted)
+            if node.target is prims.device_put.default:
+                # Between one device Inductor makes nothing of it, and the caller would get the constant itself.
+                node.target, node.args, node.kwargs = aten.clone.default, (lifted,), {}
+        return changed
 
     def _lift(self, source: fx.Node, reader: fx.Node) -> fx.Node:
         """Return what stands for a CPU scalar on the device."""

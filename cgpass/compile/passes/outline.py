@@ -43,8 +43,6 @@ def _resolve(node: fx.Node) -> fx.Node:
 
 
 class _Outliner:
-    """Builds the outer graph, partition by partition."""
-
     def __init__(self, gm: fx.GraphModule) -> None:
         self._gm = gm
         self._partitions: dict[PartitionTag, list[fx.Node]] = {}
@@ -54,7 +52,11 @@ class _Outliner:
         self._graph = fx.Graph()
         self._outer: dict[fx.Node, fx.Node] = {}
         self._modules: dict[str, object] = {}
-        self._providers = _symbol_providers(gm)
+        scalars = filter(values.is_host_scalar, gm.graph.nodes)
+        nodes = [*gm.graph.find_nodes(op="placeholder"), *scalars]
+        symbols = ((values.symbol_of(node.meta.get("val")), node) for node in nodes)
+        self._providers = [(symbol, node) for symbol, node in symbols if symbol is not None]
+        """The nodes that symbols can be taken from, placeholders first."""
 
     def run(self) -> fx.GraphModule:
         for node in self._gm.graph.find_nodes(op="placeholder"):
@@ -72,15 +74,12 @@ class _Outliner:
             needed.update(_behind(body.inputs))
         for tag, body in bodies.items():
             self._call(tag, body, [node for node in self._partitions[tag] if node in needed])
-        result = self._graph.output(
-            fx.map_arg(output.args[0], lambda arg: self._value(_resolve(arg)))
-        )
-        result.meta = dict(output.meta)
+        results = fx.map_arg(output.args[0], lambda arg: self._value(_resolve(arg)))
+        self._graph.output(results).meta = dict(output.meta)
         for node in self._graph.find_nodes(op="get_attr"):
             self._modules[str(node.target)] = values.attribute(self._gm, str(node.target))
-        outlined = torch_private.lazy_graph_module(
-            self._modules, self._graph, type(self._gm).__name__
-        )
+        name = type(self._gm).__name__
+        outlined = torch_private.lazy_graph_module(self._modules, self._graph, name)
         outlined.training = self._gm.training
         outlined.meta.update(self._gm.meta)
         return outlined
@@ -89,11 +88,9 @@ class _Outliner:
         """The symbols that can be had from `available` values."""
         found: dict[sympy.Symbol, fx.Node] = {}
         for symbol, provider in self._providers:
-            if symbol not in found and all(
-                node in available or node.op == "get_attr" or values.is_host_scalar(node)
-                for node in _behind([provider])
-            ):
-                found[symbol] = provider
+            made_of = (n for n in _behind([provider]) if not values.is_host_scalar(n))
+            if all(node in available or node.op == "get_attr" for node in made_of):
+                found.setdefault(symbol, provider)
         return found
 
     def _call(self, tag: PartitionTag, body: "_Body", outputs: list[fx.Node]) -> None:
@@ -104,9 +101,8 @@ class _Outliner:
         call.meta["val"] = tuple(node.meta.get("val") for node in outputs)
         set_tag(call, tag)
         for position, node in enumerate(outputs):
-            item = self._graph.create_node(
-                "call_function", operator.getitem, (call, position), name=node.name
-            )
+            args = call, position
+            item = self._graph.create_node("call_function", operator.getitem, args, name=node.name)
             item.meta = _carried(node)
             self._outer[node] = item
 
@@ -208,13 +204,3 @@ def _behind(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
 def _carried(node: fx.Node) -> dict[str, object]:
     """Meta of a value where it comes in from elsewhere: it binds no symbols there."""
     return {key: value for key, value in node.meta.items() if key not in (KEY, "unbacked_bindings")}
-
-
-def _symbol_providers(gm: fx.GraphModule) -> list[tuple[sympy.Symbol, fx.Node]]:
-    """The nodes that symbols can be taken from, placeholders first."""
-    nodes = [*gm.graph.find_nodes(op="placeholder"), *filter(values.is_host_scalar, gm.graph.nodes)]
-    return [
-        (symbol, node)
-        for node in nodes
-        if (symbol := values.symbol_of(node.meta.get("val"))) is not None
-    ]

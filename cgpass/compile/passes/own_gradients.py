@@ -15,7 +15,6 @@ from torch import fx
 
 from cgpass.compile.facts import values
 from cgpass.compile.passes.base import Pass, PassContext, inherit_meta
-from cgpass.errors import PostconditionError
 
 
 @dataclass(frozen=True)
@@ -26,37 +25,21 @@ class OwnGradients(Pass):
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> tuple[()]:
         """Add clones to the end of `gm` if it is a backward graph."""
-        output, results = gm.graph.output_node(), list(values.graph_outputs(gm))
-        for position in _shared(gm, ctx):
-            node = results[position]
-            with gm.graph.inserting_before(output):
-                clone = gm.graph.call_function(torch.ops.aten.clone.default, (node,))
-            inherit_meta(clone, node, node.meta["val"].clone())
-            results[position] = clone
+        if ctx.direction != "backward":
+            return ()
+        output, results = gm.graph.output_node(), []
+        inputs = gm.graph.find_nodes(op="placeholder")
+        taken = {key for node in inputs for key in values.storage_keys(node)}
+        for node in values.graph_outputs(gm):
+            keys = values.storage_keys(node) if _is_gradient(node) else frozenset[int]()
+            results.append(node)
+            if keys & taken:
+                with gm.graph.inserting_before(output):
+                    results[-1] = gm.graph.call_function(torch.ops.aten.clone.default, (node,))
+                inherit_meta(results[-1], node, node.meta["val"].clone())
+            taken |= keys
         output.args = (tuple(results),)
         return ()
-
-    def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:
-        """No gradient shares memory with what comes in or with another one."""
-        if left := _shared(gm, ctx):
-            raise PostconditionError(f"gradients share memory: {', '.join(map(str, left))}")
-
-
-def _shared(gm: fx.GraphModule, ctx: PassContext) -> list[int]:
-    """Positions of a backward's gradients that share memory with what comes in or with one before them."""
-    if ctx.direction != "backward":
-        return []
-    taken: set[int] = set()
-    for node in gm.graph.find_nodes(op="placeholder"):
-        taken |= values.storage_keys(node)
-    found = []
-    for position, node in enumerate(values.graph_outputs(gm)):
-        if _is_gradient(node):
-            keys = values.storage_keys(node)
-            if keys & taken:
-                found.append(position)
-            taken |= keys
-    return found
 
 
 def _is_gradient(result: Any) -> bool:

@@ -20,9 +20,8 @@ from torch import fx
 from cgpass.compile.facts import values
 from cgpass.compile.facts.capturability import is_passive, why_not_capturable
 from cgpass.compile.facts.lines import user_line
-from cgpass.compile.facts.partition_tag import PartitionTag, get_tag, set_tag
+from cgpass.compile.facts.partition_tag import PartitionTag, set_tag
 from cgpass.compile.passes.base import Pass, PassContext
-from cgpass.errors import PostconditionError
 from cgpass.telemetry.reason import OTHER_FIXES, Reason, many
 
 
@@ -68,15 +67,6 @@ class Partition(Pass):
         segments = _cut(groups, reasons, order, minimum)
         _apply(gm, groups, segments)
         return [reason for segment in segments for _, reason in segment if reason is not None]
-
-    def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:
-        """Partitions are contiguous, numbered in order and alternate."""
-        tags = [tag for tag, _ in itertools.groupby(map(get_tag, gm.graph.nodes)) if tag]
-        tags = [tag for tag, _ in itertools.groupby(tags)]
-        if [tag.index for tag in tags] != list(range(len(tags))):
-            raise PostconditionError(f"partitions are not contiguous: {', '.join(map(str, tags))}")
-        if any(a.captured == b.captured for a, b in itertools.pairwise(tags)):
-            raise PostconditionError(f"partitions don't alternate: {', '.join(map(str, tags))}")
 
 
 Group = tuple[fx.Node, ...]
