@@ -23,7 +23,6 @@ import itertools
 import logging
 import math
 import operator
-import threading
 import types
 import weakref
 from collections import Counter
@@ -41,7 +40,7 @@ from cgpass.compile.training import TrainingCall, here
 from cgpass.errors import InputError, OptionError
 from cgpass.options import Options
 from cgpass.runtime import fast, native
-from cgpass.runtime.changes import Mode, mend, open_modes
+from cgpass.runtime.changes import Mode, mend, new_lock, open_modes
 from cgpass.runtime.executor import Executor
 from cgpass.runtime.fast import taker
 from cgpass.runtime.partition import PartitionRunner
@@ -148,7 +147,7 @@ class TrainStep:
         """Calls since the last update."""
         self._reaches = (loss_fn, *update.optimizers, update.scaler)
         """For `explain`, which restores it."""
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._fn = fn = _detaching(loss_fn)
         given: Any = (
             dataclasses.asdict(options) if isinstance(options, Options) else {**(options or {})}

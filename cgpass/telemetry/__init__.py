@@ -113,7 +113,7 @@ class Moment:
 
 @dataclass
 class _Registry:
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.RLock = field(default_factory=threading.RLock)  # a signal may come inside
     compiled: CompileStats = field(default_factory=CompileStats)
     calls: list[CallStats] = field(default_factory=list)
     """Of all that ever counted: a few numbers each, which stay in the totals."""

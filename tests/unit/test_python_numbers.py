@@ -7,7 +7,7 @@ import torch
 import cgpass
 from cgpass import telemetry, torch_private
 from cgpass.compile import assembly
-from cgpass.compile.facts.text import graph_text
+from cgpass.compile.passes.base import graph_text
 from tests.graphs import CUDA, fake_cuda
 
 aten = torch.ops.aten

@@ -22,35 +22,32 @@ from cgpass.telemetry.summaries import GraphSummary
 
 _HOST_READ: Final = op_tables.FIXES["host_read"]
 _LEAVE_IT: Final = "leave it: torch compiles what is called there by itself"
-_KNOWN: Final = tuple(
-    (re.compile(pattern), cause, fix)
-    for pattern, cause, fix in (
-        (r"Tensor\.backward\(\) call", "the backward is called", "leave it: it has its own graphs"),
-        (r"`Optimizer\.zero_grad`", "gradients are cleared", "leave it: it launches little"),
-        (r"Tensor\.item\(\)|_local_scalar_dense", "the host reads a tensor's value", _HOST_READ),
-        (r"tolist\(\)", "the host reads a tensor's values", _HOST_READ),
-        (
-            r"generic_jump|Data-dependent branching",
-            "a branch on a tensor's value",
-            "choose between both results on the device: torch.where, or torch.cond for more than that",
-        ),
-        (
-            r"builtin operator `print`",
-            "print can't be traced",
-            "print after the compiled function, or torch._dynamo.config.reorderable_logging_functions.add(print)",
-        ),
-        (
-            r"logging\.Logger|[Ll]ogger",
-            "a logger's method can't be traced",
-            "log outside of the compiled function, or add the method to torch._dynamo.config.ignore_logging_functions",
-        ),
-        (r"torch\._dynamo\.graph_break\(\)", "torch._dynamo.graph_break() is called", "remove it"),
-        (
-            "comprehension_graph_break",
-            "a graph break in a comprehension",
-            "take what breaks the graph out of the comprehension",
-        ),
-    )
+_KNOWN: Final = (
+    (r"Tensor\.backward\(\) call", "the backward is called", "leave it: it has its own graphs"),
+    (r"`Optimizer\.zero_grad`", "gradients are cleared", "leave it: it launches little"),
+    (r"Tensor\.item\(\)|_local_scalar_dense", "the host reads a tensor's value", _HOST_READ),
+    (r"tolist\(\)", "the host reads a tensor's values", _HOST_READ),
+    (
+        r"generic_jump|Data-dependent branching",
+        "a branch on a tensor's value",
+        "choose between both results on the device: torch.where, or torch.cond for more than that",
+    ),
+    (
+        r"builtin operator `print`",
+        "print can't be traced",
+        "print after the compiled function, or torch._dynamo.config.reorderable_logging_functions.add(print)",
+    ),
+    (
+        r"logging\.Logger|[Ll]ogger",
+        "a logger's method can't be traced",
+        "log outside of the compiled function, or add the method to torch._dynamo.config.ignore_logging_functions",
+    ),
+    (r"torch\._dynamo\.graph_break\(\)", "torch._dynamo.graph_break() is called", "remove it"),
+    (
+        "comprehension_graph_break",
+        "a graph break in a comprehension",
+        "take what breaks the graph out of the comprehension",
+    ),
 )
 """Torch's words, what they mean, and what to do.
 
@@ -115,16 +112,11 @@ def untold(
     files = {place_of(place).rpartition(":")[0] for place in places}
     found: dict[Any, Reason] = {}
     for each in noted:
-        rest = _left_by_torch(each.stack)
-        mine = any(
-            _is_users(frame)
-            and (not _INSTALLED.search(frame.filename) or os.path.basename(frame.filename) in files)
-            for frame in each.stack
-        )
-        if rest is None and not mine:
-            continue
+        users = [frame.filename for frame in each.stack if _is_users(frame)]
+        mine = (not _INSTALLED.search(f) or os.path.basename(f) in files for f in users)
         reason = replace(_of_stack(each.text, each.stack), is_earlier=each in earlier)
-        found.setdefault((place_of(reason.line), rest), reason)
+        if reason.rest is not None or any(mine):
+            found.setdefault((place_of(reason.line), reason.rest), reason)
     known |= {place for place, rest in found if rest is not None}
     return [
         reason for (place, rest), reason in found.items() if rest is not None or place not in known
@@ -146,13 +138,12 @@ def reason_of(text: str, line: str | None) -> Reason:
     hints = [each.removeprefix("Hint: ") for each in lines if each.startswith("Hint: ")]
     fix = next((hint for hint in hints if not _NO_HELP.search(hint)), _SEE)
     fix = fix.partition(". ")[0][:_LENGTH]
-    for pattern, cause, known in _KNOWN:
-        if pattern.search(text):
-            detail, fix = cause, known
-            break
+    known = ((cause, fix) for pattern, cause, fix in _KNOWN if re.search(pattern, text))
+    detail, fix = next(known, (detail, fix))
     operator = _OPERATOR.search(text)
-    if operator is not None and (known := op_tables.OPERATOR_FIXES.get(operator[2])):
-        detail, fix = f"{operator[1]} reads data, or makes a size that depends on it", known
+    if operator is not None and operator[2] in op_tables.OPERATOR_FIXES:
+        detail = f"{operator[1]} reads data, or makes a size that depends on it"
+        fix = op_tables.OPERATOR_FIXES[operator[2]]
     in_loop = ", in a loop" if "graph break in loop" in text else ""
     return Reason("graph_break", "", f"graph break: {detail}{in_loop}", fix, line)
 
