@@ -679,11 +679,9 @@ class _Whole:
                 outputs, inputs = self._gradients(inputs)
                 inputs += self._leaves
             outputs += self._executor([*inputs, *update.read()])
-        if stats.replays != replays:  # else operators and the optimizers said so themselves
-            if update.counts_writes:
-                torch.autograd.graph.increment_version(self._leaves)
-                torch.autograd.graph.increment_version(update.state)
-            torch_private.note_stepped(update.optimizers)
+        if update.counts_writes and stats.replays != replays:  # else operators said so themselves
+            torch.autograd.graph.increment_version(self._leaves)
+            torch.autograd.graph.increment_version(update.state)
         if update.max_norm is not None:
             update.grad_norm = outputs.pop()
         for n, dimensions in self._layout.dynamic:

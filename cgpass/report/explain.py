@@ -4,7 +4,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, overload
@@ -88,7 +87,7 @@ def explain(
 
     Raises:
         OptionError: `options=` for what is compiled already.
-        InputError: The function does not take the batch in this way; no function, and arguments.
+        InputError: No function, and arguments.
         Exception: Whatever the function raises, as it is.
     """
     if fn is None:
@@ -97,7 +96,7 @@ def explain(
         return watch.watched()
     if not callable(fn):
         raise InputError(f"cgpass.explain takes a module or function, got a {type(fn).__name__}")
-    args, kwargs = _spread(fn, args, kwargs)
+    args, kwargs = _spread(args, kwargs)
     values = [*_reached(fn, 2, fn), optimizer, *pytree.tree_leaves((args, kwargs))]
     modules = {id(m): m for v in values if isinstance(v, torch.nn.Module) for m in v.modules()}
     is_compiled = any(map(_is_compiled, [*values, *modules.values()]))
@@ -255,34 +254,14 @@ def _copy(value: torch.Tensor) -> torch.Tensor:
 # ---- arguments
 
 
-def _signature(fn: Fn) -> inspect.Signature | None:
-    fn = getattr(fn, "_orig_mod", fn)
-    try:
-        return inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn)
-    except (TypeError, ValueError):  # one of C++
-        return None
-
-
 def _spread(
-    fn: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]
+    args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Spread a batch that is given by itself: a mapping by name, a tuple or list by position."""
     batch: Any = args[0] if len(args) == 1 and not kwargs else None
     if isinstance(batch, Mapping):
-        stars, args, kwargs = "**", (), dict(batch)
-    elif isinstance(batch, tuple | list):
-        stars, args = "*", tuple(batch)
-    else:
-        return args, kwargs
-    try:
-        if (signature := _signature(fn)) is not None:
-            signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise InputError(
-            f"cgpass.explain: {_name_of(fn)} does not take {stars}batch: {error}; write out what it takes, or [batch] if "
-            "it takes the batch whole"
-        ) from None
-    return args, kwargs
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, tuple | list) else args), kwargs
 
 
 def _name_of(fn: Fn) -> str:

@@ -87,15 +87,6 @@ def step_hooks(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
     return None
 
 
-def note_stepped(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Have schedulers know that the optimizers made a step.
-
-    Source: torch/optim/lr_scheduler.py `patch_track_step_called`, 2.11 to 2.15.
-    """
-    for each in optimizers:
-        vars(each)["_opt_called"] = True
-
-
 def kernel_flags() -> dict[str, Any]:
     """Return what chooses kernels, beside their inputs, and not all of which Dynamo guards.
 

@@ -441,30 +441,6 @@ def test_a_batch_by_itself_is_spread_out(make, args):
     assert cgpass.explain(make(), *args).work[0] > 0
 
 
-def two(x, y):
-    return x.sin().cos() * y
-
-
-@pytest.mark.parametrize(
-    ("fn", "batch", "why"),
-    [
-        (
-            Takes(),
-            {"x": X, "labels": X},
-            "Takes.forward does not take **batch: got an unexpected keyword",
-        ),
-        (two, (X, X, X), "two does not take *batch: too many positional arguments"),
-    ],
-)
-def test_what_a_function_does_not_take_is_told_in_one_line(fn, batch, why):
-    with pytest.raises(InputError) as error:
-        cgpass.explain(fn, batch)
-    message = str(error.value)
-    assert message.startswith(f"cgpass.explain: {why}")
-    assert message.endswith("write out what it takes, or [batch] if it takes the batch whole")
-    assert "\n" not in message
-
-
 def test_options_are_one_argument():
     report = cgpass.explain(split, X, options={"unsafe_ops": ("aten::tanh",)})
     assert [part.name for part in report.partitions] == ["captured_0", "eager_1"]

@@ -259,6 +259,10 @@ TENSORS = {
     "states": replaced_states,
     "states of each other": swapped_states,
     "states in another order": states_in_another_order,
+    "lr is a tensor": (
+        number("lr", torch.tensor(0.03)),
+        4,
+    ),  # else a new one is made for new states
     "states with names of each other": each_state(names_of_each_other),
     "state tensors": each_state(new_tensor_of_states),
     "state in place": (each_state(lambda state: state["exp_avg"].mul_(0.5)), 4),

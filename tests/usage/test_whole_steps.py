@@ -79,12 +79,12 @@ def sgd(momentum=0.0):
     return lambda params: torch.optim.SGD(params, lr=0.1, momentum=momentum, fused=True)
 
 
-def schedule(name, **settings):
+def schedule(name, begin=0, **settings):
     def every(training, number):
-        if number == 0:
+        if number == begin:
             cls = getattr(torch.optim.lr_scheduler, name)
             training.schedule = cls(training.optimizer, **settings)
-        else:
+        elif number > begin:
             training.schedule.step()
 
     return every
@@ -378,7 +378,8 @@ USES = {
     "a module as the loss": use(loss_fn=Loss),
     "a compiled module as the loss": use(loss_fn=lambda m: torch.compile(Loss(m))),
     "a schedule of one cycle": use(
-        every=schedule("OneCycleLR", max_lr=0.1, total_steps=20, cycle_momentum=False)
+        every=schedule("OneCycleLR", begin=3, max_lr=0.1, total_steps=20, cycle_momentum=False),
+        whole=STEPS - 2,  # it brings numbers of its own
     ),
     "one gradient for several": use(
         make=three_alike, loss_fn=lambda m: lambda x: ((m[0] + m[1] + m[2]) * x).sum(), max_norm=0.1
