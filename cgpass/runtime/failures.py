@@ -3,26 +3,18 @@
 import contextlib
 import traceback
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The finding about a partition whose capture failed."""
-
-    why: str
-    again: bool = False
-    """True if the function's next call compiles it again, without what can't be captured."""
-
-
 class OnFailure(Protocol):
     """Finds what in a partition can't be captured, and has the rest captured."""
 
-    def __call__(self, args: list[Any], error: Exception) -> Outcome:
-        """Find what is wrong with a partition whose capture raised `error`. Leaves a call's inputs `args` as they are.
+    def __call__(self, args: list[Any], error: Exception) -> tuple[str, bool]:
+        """Tell why the capture of a partition raised `error`, and whether the function's next call compiles it again.
+
+        Leaves a call's inputs `args` as they are.
 
         Raises:
             Exception: `error` itself, where it is the user's own.

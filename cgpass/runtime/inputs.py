@@ -87,10 +87,6 @@ class Layout:
         end = 8 * len(self.checked)
         return key[:end], key[end:]
 
-    def bytes_that_move(self, args: Sequence[Any]) -> int:
-        """Size of the inputs that are not known to stay in place."""
-        return sum(num_bytes(args[i]) for i in (*self.copied, *self.pooled))
-
     def changed(self, old: ShapeKey, new: ShapeKey) -> list[int]:
         """Positions of the inputs whose part of a shape key differs."""
         positions = (*self._values, *(i for i, _ in self._parts))
@@ -222,7 +218,8 @@ class Inputs:
         )
         new = self._at_new_places(args, places)
         code = self._why_not_copied(args, new, absent)
-        if code != "new_module" and any(owner.ran_without_a_graph(args[i]) for i in absent):
+        made_plainly = any(args[i].untyped_storage() in owner.plain_results for i in absent)
+        if code != "new_module" and made_plainly:
             code = "not_in_the_pool"
         if code is None:
             places = _without(places, layout.checked, new)
@@ -449,30 +446,26 @@ class Placeholder:
         return flat_view(memory) if self._flat else memory
 
 
-CopyIn = tuple[list[int], list[torch.Tensor], list[tuple[int, Placeholder]]]
-"""Positions of inputs, their placeholders' targets, and those placeholders that are odd with where they are among them."""
+Copies = tuple[list[tuple[list[int], list[torch.Tensor]]], list[tuple[int, Placeholder]]]
+"""Positions of inputs that are copied as they are and where to, by dtype; and each other one with its placeholder."""
 
 
-def copies_in(placeholders: Mapping[int, Placeholder]) -> list[CopyIn]:
-    """One copy for each dtype among placeholders, by position of their inputs."""
-    groups: dict[torch.dtype, list[tuple[int, Placeholder]]] = {}
-    for i, placeholder in sorted(placeholders.items()):
-        if placeholder.target.numel():
-            groups.setdefault(placeholder.target.dtype, []).append((i, placeholder))
-    return [
-        (
-            [i for i, _ in members],
-            [p.target for _, p in members],
-            [(k, p) for k, (_, p) in enumerate(members) if p.is_odd],
-        )
-        for members in groups.values()
-    ]
+def copies_in(placeholders: Mapping[int, Placeholder]) -> Copies:
+    """One copy for each dtype among placeholders, and one for each that is odd, by position of their inputs."""
+    groups: dict[torch.dtype, tuple[list[int], list[torch.Tensor]]] = {}
+    filled = {i: p for i, p in sorted(placeholders.items()) if p.target.numel()}
+    for i, placeholder in filled.items():
+        if not placeholder.is_odd:
+            positions, targets = groups.setdefault(placeholder.target.dtype, ([], []))
+            positions.append(i)
+            targets.append(placeholder.target)
+    return [*groups.values()], [(i, p) for i, p in filled.items() if p.is_odd]
 
 
-def copy_in(copies: Iterable[CopyIn], args: Sequence[Any]) -> None:
+def copy_in(copies: Copies, args: Sequence[Any]) -> None:
     """Give placeholders the values of a call's inputs."""
-    for positions, targets, odd in copies:
-        sources = [args[i] for i in positions]
-        for k, placeholder in odd:
-            sources[k] = placeholder.source(sources[k])
-        torch._foreach_copy_(targets, sources)
+    groups, odd = copies
+    for positions, targets in groups:
+        torch._foreach_copy_(targets, [args[i] for i in positions])
+    for i, placeholder in odd:
+        placeholder.copy_from(args[i])

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from cgpass import torch_private
 from cgpass.runtime import changes, fast, native
-from cgpass.runtime.changes import Change, open_modes
+from cgpass.runtime.changes import Change, new_lock, open_modes
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.writes import has_place
 
@@ -75,12 +75,12 @@ class Slot:
 
     def __init__(self) -> None:
         self.recordings: list[Recording] = []
-        self._stack: list[tuple[int, OutputMemory, Recording]] = []
+        self.stack: list[tuple[int, OutputMemory, Recording]] = []
         """Recordings whose outputs may be held, in order of birth."""
 
     def youngest(self) -> int:
         """Birth of the youngest recording with a held output, -1 if none."""
-        stack = self._stack
+        stack = self.stack
         while stack:
             birth, memory, _ = stack[-1]
             if memory.any_held():
@@ -88,55 +88,12 @@ class Slot:
             stack.pop()
         return -1
 
-    def push(self, recording: "Recording") -> None:
-        """Note that a recording younger than every held one hands out its outputs."""
-        stack = self._stack
-        while stack and stack[-1][0] >= recording.birth:  # what was held there was moved
-            stack.pop()
-        stack.append((recording.birth, recording.memory, recording))
-
-    def remove(self, recording: "Recording") -> None:
-        """Forget a recording that is no more."""
-        self.recordings = [other for other in self.recordings if other is not recording]
-        self._stack = [entry for entry in self._stack if entry[2] is not recording]
-
-    def is_safe(self, recording: "Recording") -> bool:
-        """Tell whether a replay overwrites nothing that is held. See Note [What a replay overwrites]."""
-        if self.youngest() >= recording.birth:
-            return False
-        released = recording.released
-        return not released or not fast.any_held_among(self._stack, released)
-
-    def overwritten_by(self, recording: "Recording") -> "list[tuple[Recording, list[int]]]":
-        """Recordings with held outputs that a replay would overwrite, and the blocks of each."""
-        found: list[tuple[Recording, list[int]]] = []
-        for other in dict.fromkeys(other for _, _, other in self._stack):
-            among = None
-            if other.birth < recording.birth:
-                among = recording.released.get(other.birth, ())
-            blocks = other.memory.held(among)
-            if blocks:
-                found.append((other, blocks))
-        return found
-
-    def rescue_lost(self) -> bool:
-        """Move held blocks that belong to the pool again, where a capture could lie; returns whether none is left."""
-        lost = [(r.memory, r.memory.held(r.memory.released()), r) for r in self.recordings]
-        if not all(memory.can_rescue(blocks) for memory, blocks, _ in lost):
-            return False
-        for _, blocks, recording in lost:
-            recording.rescue(blocks)
-        return True
-
 
 class Member(Protocol):
     """Something that an owner frees."""
 
     def close(self) -> None:
-        """Free graphs and memory."""
-
-    def forget_failures(self) -> None:
-        """Capture again what failed, or what reached a limit."""
+        """Free graphs and memory; if the owner goes on, forget also what failed or reached a limit."""
 
     def forget_recordings(self) -> None:
         """Drop recordings, but not what is known of calls."""
@@ -148,7 +105,7 @@ class Owner:
     def __init__(self, driver: GraphDriver, *, max_pending_calls: int = 16) -> None:
         self.driver = driver
         self.max_pending_calls = max_pending_calls
-        self.lock = threading.RLock()
+        self.lock = new_lock()
         self.closed = False
         self._slots = [Slot()]
         self._births = 0
@@ -168,7 +125,7 @@ class Owner:
         )
         """Memory of copied inputs, kept alive by the recordings that read it. See Note [Placeholders are shared]."""
         self._pool_addresses: Counter[int] = Counter()
-        self._plain_results = StorageSet()
+        self.plain_results = StorageSet()
         """Storages of what captured partitions returned in calls without a graph."""
         _owners.add(self)
 
@@ -203,15 +160,28 @@ class Owner:
 
     def is_safe(self, recording: "Recording") -> bool:
         """Tell whether a replay overwrites nothing that is held. See Note [What a replay overwrites]."""
-        return self._slots[recording.slot].is_safe(recording)
+        slot = self._slots[recording.slot]
+        if slot.youngest() >= recording.birth:
+            return False
+        released = recording.released
+        return not released or not fast.any_held_among(slot.stack, released)
 
     def overwritten_by(self, recording: "Recording") -> "list[tuple[Recording, list[int]]]":
         """Recordings with held outputs that a replay would overwrite, and which blocks of each."""
-        return self._slots[recording.slot].overwritten_by(recording)
+        found: list[tuple[Recording, list[int]]] = []
+        for birth, memory, other in self._slots[recording.slot].stack:
+            among = recording.released.get(birth, ()) if birth < recording.birth else None
+            blocks = memory.held(among)
+            if blocks:
+                found.append((other, blocks))
+        return found
 
     def note_handed_out(self, recording: "Recording") -> None:
-        """Note that a recording hands out its outputs."""
-        self._slots[recording.slot].push(recording)
+        """Note that a recording hands out its outputs, which is younger than all whose outputs are held."""
+        stack = self._slots[recording.slot].stack
+        while stack and stack[-1][0] >= recording.birth:  # what was held there was moved
+            stack.pop()
+        stack.append((recording.birth, recording.memory, recording))
 
     def rescue(self, recording: "Recording") -> bool:
         """Move what a replay would overwrite; returns whether all of it could be."""
@@ -243,9 +213,12 @@ class Owner:
             return None
         while len(self._slots) <= wanted:
             self._slots.append(Slot())
-        with self.changing():
-            if self._slots[wanted].rescue_lost():
-                return wanted
+        lost = [(r, r.memory.held(r.memory.released())) for r in self._slots[wanted].recordings]
+        if all(recording.memory.can_rescue(blocks) for recording, blocks in lost):
+            with self.changing():
+                for recording, blocks in lost:  # a capture could lie there
+                    recording.rescue(blocks)
+            return wanted
         for other, slot in enumerate(self._slots[first:], first):
             if slot.youngest() < 0:
                 return other
@@ -311,15 +284,12 @@ class Owner:
         """Drop every recording, in whatever state it is; calls of keys that are known record again."""
         self._have_all_go(lambda member: member.forget_recordings())
 
-    def next_birth(self) -> int:
-        """Position of one more recording in the order of recordings."""
-        self._births += 1
-        return self._births
-
     def add_recording(self, recording: "Recording") -> None:
-        """Note a recording, and where its outputs lie. See Note [Graphs and process groups]."""
+        """Note a recording as the youngest, and where its outputs lie. See Note [Graphs and process groups]."""
         if torch_private.has_process_groups():
             torch_private.before_process_groups_end(release_all, release_idle)
+        self._births += 1
+        recording.birth = self._births
         self._slots[recording.slot].recordings.append(recording)
         self._pool_addresses.update(recording.memory.addresses())
 
@@ -327,7 +297,9 @@ class Owner:
         """Free a recording; outputs that somebody holds stay theirs."""
         if not recording.closed:
             recording.close(whole_pool=False)
-        self._slots[recording.slot].remove(recording)
+        slot = self._slots[recording.slot]
+        slot.recordings = [other for other in slot.recordings if other is not recording]
+        slot.stack = [entry for entry in slot.stack if entry[2] is not recording]
         self._pool_addresses -= Counter(recording.memory.addresses())
 
     def is_pool_storage(self, tensor: "torch.Tensor") -> bool:
@@ -338,11 +310,7 @@ class Owner:
         """Note what a captured partition returned without a graph: who reads it in this call runs without one, too."""
         for value in outputs:
             if has_place(value):
-                self._plain_results.add(value.untyped_storage())
-
-    def ran_without_a_graph(self, tensor: "torch.Tensor") -> bool:
-        """Tell whether `tensor` shares the memory of what a captured partition returned without a graph."""
-        return tensor.untyped_storage() in self._plain_results
+                self.plain_results.add(value.untyped_storage())
 
     # ---- end
 
@@ -352,14 +320,8 @@ class Owner:
 
     def release(self) -> None:
         """Free every recording. Calls made afterwards warm up and record again, whatever failed or was used up before."""
-
-        def free(member: Member) -> None:
-            member.close()
-            if not self.closed:
-                member.forget_failures()
-
         with self.lock:
-            self._have_all_go(free)
+            self._have_all_go(lambda member: member.close())
             self.driver.end_warm_ups()
 
     def close(self) -> None:
@@ -399,10 +361,15 @@ def release_all() -> None:
 
 
 def release_idle() -> None:
-    """Free every recording whose owner is in no other thread's call: that may be what is to be aborted."""
+    """The same without waiting: what another thread's call has is freed when the next one begins.
+
+    That call may be what is to be aborted, or wait for a lock that the caller has (Dynamo's own in its `reset`).
+    """
     for owner in list(_owners):
         if owner.lock.acquire(blocking=False):
             try:
                 owner.release()
             finally:
                 owner.lock.release()
+        else:
+            owner.changes.append(owner.changing())

@@ -38,7 +38,7 @@ from cgpass.options import Options
 from cgpass.runtime import native
 from cgpass.runtime.changes import mend, open_modes
 from cgpass.runtime.driver import BoxedCallable, is_capture_error
-from cgpass.runtime.failures import OnFailure, Outcome, give_memory_back
+from cgpass.runtime.failures import OnFailure, give_memory_back
 from cgpass.runtime.inputs import (
     Found,
     Inputs,
@@ -46,6 +46,7 @@ from cgpass.runtime.inputs import (
     ShapeKey,
     describe,
     listed,
+    num_bytes,
     shared_with_written,
 )
 from cgpass.runtime.owner import Owner
@@ -195,11 +196,16 @@ class PartitionRunner:
         """Rows 1, 2 and 4 for calls whose addresses are those of a recording; None if what is read was moved."""
         owner, layout, last = self.owner, self.layout, self._last
         if owner.bypassed is not None:
-            return self._run_bypassed(args, owner.bypassed)
-        if self.check_layout and self.written and shared_with_written(args, self.written):
-            why = "it writes inputs, and some of its inputs share memory"
-            self._say_once("shared", why, "pass tensors that share none")
-            return self._run_plainly(args)
+            if owner.bypassed == "transform":
+                self._say_once("transform", _BYPASSED["transform"])
+            code = owner.bypassed if owner.bypassed in _BYPASSED else None
+            return self._run_plainly(args, code, _BYPASSED.get(owner.bypassed, ""))
+        if self.check_layout and (shared := shared_with_written(args, self.written)):
+            tensors = [i for i, value in enumerate(args) if isinstance(value, torch.Tensor)]
+            alike = [i for i in tensors if args[i].untyped_storage().data_ptr() in shared]
+            why = f"it writes inputs, and these share memory: {describe(layout.infos, alike)}"
+            self._say_once("shares_memory", why)
+            return self._run_plainly(args, "shares_memory", why)
         shape, key = layout.shape_key(args), layout.static_key(args)
         if last is None or last[0] != shape or last[1] != key:
             last = (shape, key, self.table.recordings(shape, *layout.split(key)))
@@ -273,8 +279,8 @@ class PartitionRunner:
         self._close(table.drop_gone())
         if not table.has_room(seen.made_for):
             return self._full(args, seen.key[0])
-        size = self.layout.bytes_that_move(args)
-        if 0 < self._largest < size and not seen.recordings:
+        size = sum(num_bytes(args[i]) for i in (*self.layout.copied, *self.layout.pooled))
+        if 0 < self._largest < size:
             owner.make_space()
         self._largest = max(self._largest, size)
         slot = self._slot_for(seen, found)
@@ -302,14 +308,6 @@ class PartitionRunner:
         outputs, _ = self._run_plainly(args, code, why, line)
         self.owner.note_plain_results(outputs)
         return outputs, None
-
-    def _run_bypassed(self, args: list[Any], code: str) -> Result:
-        """Run a call without a graph, whatever it is: see `Owner.bypassed`; a transform is said once."""
-        if code not in _BYPASSED:
-            return self._run_plainly(args)
-        if code == "transform":
-            self._say_once(code, _BYPASSED[code])
-        return self._run_plainly(args, code, _BYPASSED[code])
 
     def _unrecorded(
         self, args: list[Any], shape: ShapeKey, found: Found, key: bytes, seen: Seen | None
@@ -544,10 +542,17 @@ class PartitionRunner:
         self._close(self.table.drop(lambda seen, recording: True))
 
     def close(self) -> None:
-        """Drop every recording; the next calls warm up again unless the owner is closed."""
+        """Drop every recording; the next calls warm up again, and what failed is tried again, unless the owner is closed."""
         self._close(self.table.clear())
         self._inputs.forget()
         self._first_slot = 0
+        if self.owner.closed:
+            return
+        if self.on_failure is not None and (self.failure or self._refusal):
+            self.on_failure.forget()
+        self.failure = self._refusal = None
+        self._tried_anew = False
+        self._said.clear()
 
     # ---- captures that fail
 
@@ -557,8 +562,8 @@ class PartitionRunner:
             return self._run_plainly(args)
         unstaged = isinstance(error, StagingError)
         key_alone = unstaged or isinstance(error, torch.OutOfMemoryError)
-        is_odd = unstaged or (self.on_failure is None and not is_capture_error(error))
-        tries_anew = unstaged or (not key_alone and (is_odd or not self._ran_here))
+        nobody_asks = self.on_failure is None and not is_capture_error(error)
+        tries_anew = unstaged or (not key_alone and (nobody_asks or not self._ran_here))
         if tries_anew and not self._tried_anew:
             self._tried_anew = True  # it may succeed later, or once this thread ran a call
             return self._warm_up(args), None
@@ -574,11 +579,11 @@ class PartitionRunner:
 
     def _run_failed(self, args: list[Any], error: Exception) -> Result:
         """Make a call whose capture failed without it, and no other: an error that comes again is the user's own."""
-        found, advice = Outcome(_text_of(error)), _NO_SYNCS
+        why, is_compiled_again, advice = _text_of(error), False, _NO_SYNCS
         if self.on_failure is not None:
             advice = _NAME_IT
             try:
-                found = self.on_failure(list(args), error)
+                why, is_compiled_again = self.on_failure(list(args), error)
             except CaptureError as refusal:
                 if self._refuses:
                     self._refusal = str(refusal)
@@ -586,16 +591,16 @@ class PartitionRunner:
         if self._refuses and is_capture_error(error):
             self._refuse(error, advice)
         try:
-            outputs = self._run_plainly(args, "capture", found.why)
+            outputs = self._run_plainly(args, "capture", why)
         except BaseException:
             if self.on_failure is not None:
                 self.on_failure.forget()
             raise
-        self.failure, text = found.why, self._message(found.why, advice)
-        if found.again:
+        self.failure, text = why, self._message(why, advice)
+        if is_compiled_again:
             text = (
                 f"{self.name} can't be captured as a whole; the next call compiles the function again, to capture all but "
-                f"this: {found.why}"
+                f"this: {why}"
             )
         if self._refuses:
             self._refusal = text
@@ -615,14 +620,6 @@ class PartitionRunner:
         then = 'on_skip="raise" refuses its calls' if self._refuses else then
         text = f"{self.name} can't be captured and {then}: {why}"
         return f"{text.rstrip('.')}. {advice[0].upper()}{advice[1:]}."
-
-    def forget_failures(self) -> None:
-        """See `Member`."""
-        if self.on_failure is not None and (self.failure or self._refusal):
-            self.on_failure.forget()
-        self.failure = self._refusal = None
-        self._tried_anew = False
-        self._said.clear()
 
 
 def _text_of(error: Exception) -> str:

@@ -29,7 +29,7 @@ from cgpass.runtime.inputs import (
 )
 from cgpass.runtime.outputs import InputAlias, OutputMemory, alias_of_input
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.writes import SaidToBeWritten, Watched, counting, has_place
+from cgpass.runtime.writes import Watched, counting, has_place
 from cgpass.telemetry import CallStats
 
 if TYPE_CHECKING:
@@ -59,12 +59,13 @@ class Recording:
     """What it reads or returns that is neither an input nor made by it, by address: kept alive here."""
     released: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Blocks that were free when it was made, by the birth of the recording whose outputs lay there."""
-    counts_writes: bool = False
-    """True if autograd is to know of every write, since nobody else tells it."""
-    birth: int = 0
+    counted: frozenset[int] = frozenset()
+    """Those whose version counters a replay advances for autograd, since nobody else does."""
     slot: int = 0
     stats: CallStats = field(default_factory=CallStats)
 
+    birth: int = field(default=0, init=False)
+    """Its position in the order of its owner's recordings."""
     backward: "PartitionRunner | None" = field(default=None, init=False)
     """What made it, if its gradients can have a pool that forwards don't write. See `Owner.rescue`."""
     made_for: tuple[int, ...] = field(default=(), init=False)
@@ -159,10 +160,10 @@ class Recording:
         copy_in(self._copies, args)
         self.replay()
         for i, placeholder in self._write_back:
-            # A compiled function itself counts those writes that autograd is to know of.
             placeholder.copy_to(args[i].data)
-            if self.counts_writes and not args[i].is_inference():
-                torch.autograd.graph.increment_version(args[i])
+        if self.counted:
+            written = [args[i] for i in self.counted if not args[i].is_inference()]
+            torch.autograd.graph.increment_version(written)
         fast.put(outputs, self._own_at, self._take_own(self.memory.aliases()))
         fast.put(outputs, self._views_at, fast.views(args, self._views))
         fast.put(outputs, self._same_at, self._same_of(args))
@@ -270,12 +271,11 @@ class Recorder:
         passed = staged.copy()
         for i in list(owning):
             passed[i] = owning.pop(i)
-        watched = staged if self.finds_writes else ()
-        before, said = Watched(watched), SaidToBeWritten(watched)
+        watched = Watched(staged if self.finds_writes else ())
 
         def fn(args: list[Any]) -> Sequence[Any]:
             # Inside of the driver's own watching: what it sees lies where the graph has it.
-            with said:
+            with watched:
                 return self.fn(args)
 
         if not self.finds_writes:
@@ -286,19 +286,18 @@ class Recorder:
         finally:
             passed.clear()
             consumes = take_back(given)
-        before.refuse_new_layouts()
+        watched.refuse_new_layouts()
         recording = Recording(
             graph,
             outputs,
             staged,
             placeholders,
-            frozenset({*layout.mutated, *written, *before.written(), *said.found}),
+            frozenset({*layout.mutated, *written, *watched.written()}),
             *uses,
             consumes=consumes,
-            outside=self._outside(said, outputs, slot) if self.finds_writes else {},
+            outside=self._outside(watched, outputs, slot) if self.finds_writes else {},
             released=released,
-            counts_writes=self.finds_writes,
-            birth=owner.next_birth(),
+            counted=watched.counted(),
             slot=slot,
             stats=self.stats,
         )
@@ -307,15 +306,16 @@ class Recorder:
         return recording
 
     def _outside(
-        self, said: SaidToBeWritten, outputs: Sequence[Any], slot: int
+        self, watched: Watched, outputs: Sequence[Any], slot: int
     ) -> dict[int, torch.UntypedStorage]:
         """Return what the callable read or returned that is neither an input nor made by it, by address."""
         owner = self.owner
-        found = dict(said.outside)
+        found = dict(watched.outside)
         found.update(
             (value.untyped_storage().data_ptr(), value.untyped_storage())
             for value in outputs
-            if said.is_unknown(value) or (has_place(value) and value.device != owner.driver.device)
+            if watched.is_unknown(value)
+            or (has_place(value) and value.device != owner.driver.device)
         )
         if found:  # of these, the driver knows what was made beside operators
             made = owner.driver.live_blocks(slot)

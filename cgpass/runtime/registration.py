@@ -9,12 +9,9 @@ Note [Buffers that NCCL registers]
     Source: https://github.com/pytorch/pytorch/issues/158029.
 """
 
-import logging
 import os
 import sys
 from typing import Final
-
-log = logging.getLogger(__name__)
 
 NAME: Final = "NCCL_GRAPH_REGISTER"
 _SETTINGS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -41,4 +38,3 @@ def turn_off_if_early() -> None:
     early = distributed is None or not distributed.is_initialized()
     if early and NAME not in os.environ and asks_for_expandable_segments():
         os.environ[NAME] = "0"
-        log.info("set %s=0: allocations are expandable segments", NAME)

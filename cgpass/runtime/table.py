@@ -58,24 +58,23 @@ class RecordingTable:
 
     def __init__(self, max_recordings: int) -> None:
         self._max_recordings = max_recordings
-        self._seen: dict[ShapeKey, dict[bytes, Seen]] = {}
-        """By both parts of the key, least recently remembered first."""
+        self._seen: dict[Key, Seen] = {}
+        """Least recently remembered first."""
         self._more = 64
         """How many keys may still be added before some are forgotten."""
 
     def get(self, shape: ShapeKey, places: bytes) -> Seen | None:
         """Return what is known of a key, if it was seen."""
-        seen = self._seen.get(shape)
-        return None if seen is None else seen.get(places)
+        return self._seen.get((shape, places))
 
     def recordings(self, shape: ShapeKey, places: bytes, values: bytes) -> list[Recording]:
         """Those for a call that copies nothing that may be read in place."""
-        seen = self.get(shape, places)
+        seen = self._seen.get((shape, places))
         return [] if seen is None else seen.recordings.get(values, [])
 
     def seen(self) -> list[Seen]:
         """Return what is known of every key."""
-        return [seen for of_shape in self._seen.values() for seen in of_shape.values()]
+        return [*self._seen.values()]
 
     def all(self) -> list[Recording]:
         """Every recording."""
@@ -87,18 +86,12 @@ class RecordingTable:
 
     def newest(self, shape: ShapeKey | None = None) -> Key | None:
         """Return the key that was remembered last, of all or of one shape."""
-        newest = next(reversed(self._seen.values()), None)
-        of_shape = newest if shape is None else self._seen.get(shape)
-        return next(reversed(of_shape.values())).key if of_shape else None
+        return next((key for key in reversed(self._seen) if shape in (None, key[0])), None)
 
     def remember(self, new: Seen) -> Seen:
         """Note that a key was seen; returns what is known of it."""
-        shape, places = new.key
-        of_shape = self._seen.pop(shape, {})
-        found = of_shape.pop(places, new)
+        found = self._seen[new.key] = self._seen.pop(new.key, new)
         found.storages = new.storages
-        of_shape[places] = found
-        self._seen[shape] = of_shape
         self._more -= found is new
         if self._more < 0:
             self._forget_unrecorded()
@@ -108,10 +101,7 @@ class RecordingTable:
         unrecorded = [seen for seen in self.seen() if not seen.recordings]
         alive = [seen for seen in unrecorded if not seen.is_gone]
         for seen in {*unrecorded}.difference(alive[-_KEYS_KEPT:]):
-            shape, places = seen.key
-            del self._seen[shape][places]
-            if not self._seen[shape]:
-                del self._seen[shape]
+            del self._seen[seen.key]
         self._more = 64 + min(len(alive), _KEYS_KEPT)
 
     def add(self, seen: Seen, values: bytes, recording: Recording) -> list[Recording]:

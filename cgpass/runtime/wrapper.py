@@ -160,10 +160,10 @@ class CUDAGraphWrapper:
         )
 
     def _kinds(self, args: Sequence[Any], device: torch.device) -> list[InputKind]:
-        try:
-            return [_kind(i, value, self._static, device) for i, value in enumerate(args)]
-        except InputError as error:
-            raise InputError(f"{self._name}: {error}") from None
+        return [
+            _kind(f"{self._name}: input {i}", value, device, is_static=i in self._static)
+            for i, value in enumerate(args)
+        ]
 
     def _run_flat(self, args: list[Any]) -> list[Any]:
         """The function with its outputs flat, their structure last."""
@@ -222,22 +222,20 @@ def _device_of(args: Sequence[Any]) -> torch.device | None:
     return next((value.device for value in args if isinstance(value, torch.Tensor)), None)
 
 
-def _kind(index: int, value: Any, static: Sequence[int], device: torch.device) -> InputKind:
+def _kind(name: str, value: Any, device: torch.device, *, is_static: bool) -> InputKind:
     """Kind of one input, told by its value; an `InputError` for what a recording can't take."""
     if isinstance(value, torch.Tensor):
-        check_tensor(f"input {index}", value, device)
-        return InputKind.STATIC if index in static else InputKind.COPIED
-    if index in static:
-        raise InputError(
-            f"input {index} is named static but is a {type(value).__name__}, not a tensor"
-        )
+        check_tensor(name, value, device)
+        return InputKind.STATIC if is_static else InputKind.COPIED
+    if is_static:
+        raise InputError(f"{name} is named static but is a {type(value).__name__}, not a tensor")
     if isinstance(value, torch.Generator):
         return InputKind.GENERATOR
     if isinstance(value, _BY_VALUE):
         return InputKind.SYMINT
     if isinstance(value, float | complex | list | tuple | dict | set):
         raise InputError(
-            f"input {index} is a {type(value).__name__}: a graph would freeze its value; "
+            f"{name} is a {type(value).__name__}: a graph would freeze its value; "
             "pass tensors (a changing number as a 0-dim tensor on the device), integers or generators"
         )
     return InputKind.OPAQUE

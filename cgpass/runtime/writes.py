@@ -53,27 +53,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-class Watched:
-    """Inputs of a callable that is being recorded, none made in inference mode, as they were before."""
-
-    def __init__(self, inputs: Sequence[Any]) -> None:
-        tensors = [(i, x) for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)]
-        self._before = [(i, x, x._version, _place(x)) for i, x in tensors]
-
-    def written(self) -> frozenset[int]:
-        """Positions of the inputs whose version counters tell that they were written since."""
-        return frozenset(i for i, value, version, _ in self._before if value._version != version)
-
-    def refuse_new_layouts(self) -> None:
-        """Raise `CaptureError` for an input that has another shape or other memory by now: a replay can't give it."""
-        for i, value, _, place in self._before:
-            if _place(value) != place:
-                raise CaptureError(
-                    f"input {i} is given another shape, other strides or other memory in place (t_, unsqueeze_, resize_, "
-                    f".data = ...): that can't be captured; return the changed tensor instead"
-                )
-
-
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.size()), tensor.stride(), tensor.data_ptr()
 
@@ -118,20 +97,42 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-class SaidToBeWritten(torch_private.TorchDispatchMode):
-    """Notes which inputs the operators called inside say that they write, and what they use that is no input."""
+class Watched(torch_private.TorchDispatchMode):
+    """Finds which inputs of a callable are written inside, and what operators use there that is no input.
+
+    No input may be made in inference mode: see `counting`.
+    """
 
     supports_higher_order_operators = True
 
     def __init__(self, inputs: Sequence[Any]) -> None:
         super().__init__()
-        self.found: set[int] = set()
-        """Positions of the inputs that were written."""
+        self.said: set[int] = set()
+        """Positions of the inputs that operators say they write."""
+        tensors = [(i, x) for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)]
+        self._before = [(i, x, x._version, _place(x)) for i, x in tensors]
         self.outside: dict[int, torch.UntypedStorage] = {}
         """Storages that operators were given and that none of them made, nor an input has: closures', by address. Also
         what was made beside operators. **Lifetime:** held, since the graph reads them even if the callable drops them."""
         self._places = [(i, *extent(value)) for i, value in enumerate(inputs) if has_place(value)]
         self._inside = {value.untyped_storage().data_ptr() for value in filter(has_place, inputs)}
+
+    def counted(self) -> frozenset[int]:
+        """Positions of the inputs whose version counters tell that they were written."""
+        return frozenset(i for i, value, version, _ in self._before if value._version != version)
+
+    def written(self) -> frozenset[int]:
+        """Positions of all inputs that were written."""
+        return self.counted() | self.said
+
+    def refuse_new_layouts(self) -> None:
+        """Raise `CaptureError` for an input that has another shape or other memory by now: a replay can't give it."""
+        for i, value, _, place in self._before:
+            if _place(value) != place:
+                raise CaptureError(
+                    f"input {i} is given another shape, other strides or other memory in place (t_, unsqueeze_, resize_, "
+                    f".data = ...): that can't be captured; return the changed tensor instead"
+                )
 
     def is_unknown(self, value: Any) -> bool:
         """Tell whether no operator had anything to do with a tensor, nor is it an input."""
@@ -156,7 +157,7 @@ class SaidToBeWritten(torch_private.TorchDispatchMode):
         if hasattr(func, "_schema") or "mutation" in str(func):  # what Triton kernels write
             for tensor in filter(has_place, written_by(func, args, kwargs)):
                 begin, end = extent(tensor)
-                self.found.update(
+                self.said.update(
                     i for i, first, last in self._places if begin < last and first < end
                 )
         # what is lifted was made just before, beside operators

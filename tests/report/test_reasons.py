@@ -10,7 +10,7 @@ from cgpass.compile.culprits import Finding
 from cgpass.compile.facts import op_tables
 from cgpass.report.model import GraphReport, PartitionReport
 from cgpass.report.report import Report, html
-from cgpass.runtime.capturing import is_any_capture_running as is_recording
+from cgpass.runtime.capturing import is_capturing_here as is_recording
 from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.telemetry.reason import CHOSEN, OTHER_FIXES
 from cgpass.telemetry.summaries import counted

@@ -6,7 +6,7 @@ import threading
 from cgpass.runtime.capturing import (
     Capture,
     Pause,
-    is_any_capture_running,
+    is_capturing_here,
     when_no_capture_runs,
 )
 
@@ -16,7 +16,7 @@ def test_it_waits_for_the_last_capture():
     with Capture():
         with Capture():
             when_no_capture_runs(lambda: done.append(1))
-        assert is_any_capture_running()
+        assert is_capturing_here()
         when_no_capture_runs(lambda: done.append(2))
         assert done == []
     assert done == [1, 2]

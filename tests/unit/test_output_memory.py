@@ -190,3 +190,23 @@ def test_letting_go_copies_what_was_released_and_is_held():
     assert held.tolist() == [*range(8)]
     assert kept.tolist() == [0, 1, 2, 3]
     assert held.data_ptr() != buffer.data_ptr()
+
+
+def test_letting_go_may_be_broken_off_once_memory_is_the_holders(monkeypatch):
+    memory, swap = seal(ramps(1)), fast.swap_storages
+    held = memory.aliases()[0]
+
+    def swap_and_stop(bases, owners):
+        monkeypatch.setattr(fast, "swap_storages", swap)
+        swap(bases, owners)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fast, "swap_storages", swap_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        memory.let_go()
+    memory.let_go()
+    del memory
+    gc.collect()
+    others = [torch.full((4,), -1.0) for _ in range(64)]
+    assert held.data_ptr() not in {t.data_ptr() for t in others}
+    assert held.tolist() == [0, 1, 2, 3]

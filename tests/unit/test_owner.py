@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import time
+import weakref
 
 import pytest
 import torch
@@ -137,6 +138,22 @@ def test_recordings_go_before_a_larger_one_unless_a_backward_reads_what_is_held(
         assert call(second, torch.ones(4)) == [[3] * 4]
     assert first.table.all() == ([recording] if held else [])
     del kept
+
+
+def test_a_recording_that_was_closed_is_not_kept():
+    """Not even where a younger one's outputs are held, or where its own lie elsewhere and are."""
+    owner = Owner(SimulatedDriver())
+    first, second = partition(owner=owner), partition(lambda x: [x * 5], owner=owner)
+    recorded(first)
+    recorded(second)
+    (emptied,), _ = first.run([X])
+    (held,), _ = second.run([X])
+    emptied.untyped_storage().resize_(0)
+    gone = weakref.ref(first.table.all()[0])
+    first.forget_recordings()
+    gc.collect()
+    assert gone() is None
+    assert held.tolist() == [5, 5]
 
 
 @contextlib.contextmanager

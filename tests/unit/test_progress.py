@@ -14,7 +14,7 @@ import torch
 
 import cgpass
 from cgpass.compile.compilers import Compiler
-from cgpass.runtime.capturing import is_any_capture_running
+from cgpass.runtime.capturing import is_capturing_here
 from cgpass.telemetry import progress
 
 WIDTH = 200
@@ -131,7 +131,7 @@ def test_compilations_and_recordings(terminal, monkeypatch):
     options = {"driver": "simulated", "compiler": "eager", "on_skip": "silent"}
 
     def fn(x):
-        if is_any_capture_running():
+        if is_capturing_here():
             shown.append(terminal.wait_for("recording"))
         return waits(x)
 

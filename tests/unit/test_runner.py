@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from cgpass.runtime.capturing import is_any_capture_running as is_recording
+from cgpass.runtime.capturing import is_capturing_here as is_recording
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
+from cgpass.runtime.table import RecordingTable
 from tests.unit.runners import COPIED, POOLED, STATIC, SYMINT, call, counts, runner
 
 X = torch.ones(2)
@@ -22,6 +23,16 @@ def warnings(caplog):
 
 def sync(x):
     return [x * x.sum().item()]
+
+
+def test_a_settled_call_looks_for_no_recordings(monkeypatch):
+    run = runner(lambda w, x: [w * x], STATIC, COPIED)
+    weight = torch.ones(2)
+    for _ in range(2):
+        call(run, weight, X)
+    monkeypatch.delattr(RecordingTable, "get")
+    monkeypatch.delattr(RecordingTable, "recordings")
+    assert [call(run, weight, X * n) for n in range(2)] == [[[0, 0]], [[1, 1]]]
 
 
 def test_a_thread_that_records_what_it_never_ran_is_prepared_first():

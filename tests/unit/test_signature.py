@@ -57,7 +57,7 @@ def test_describe_names_and_lines():
 
 def test_kinds_inferred_from_values():
     args = [X, X, 3, True, "text", None, torch.float32, torch.Generator(), object()]
-    found = [_kind(i, value, (1,), CPU) for i, value in enumerate(args)]
+    found = [_kind("x", value, CPU, is_static=i == 1) for i, value in enumerate(args)]
     assert found == [COPIED, STATIC, *[SYMINT] * 5, InputKind.GENERATOR, OPAQUE]
 
 

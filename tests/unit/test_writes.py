@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from cgpass.runtime.writes import SaidToBeWritten, written_by
+from cgpass.runtime.writes import Watched, written_by
 
 X = torch.ones(4)
 
 
 def found(fn, *inputs):
-    with SaidToBeWritten(inputs) as said:
+    with Watched(inputs) as watched:
         fn(*inputs)
-    return said.found
+    return watched.said
 
 
 @pytest.mark.parametrize(
@@ -73,20 +73,22 @@ def test_what_is_compiled_inside_stays_compiled():
 
 
 def used(fn, *inputs):
-    with SaidToBeWritten(inputs) as said:
+    with Watched(inputs) as watched:
         out = fn(*inputs)
-    return said, out
+    return watched, out
 
 
 def test_what_operators_use_that_is_neither_an_input_nor_made_is_held():
     weight, table = torch.ones(4), torch.ones(2, 4)
-    said, _ = used(lambda a: torch.cat([(a * 2 + weight)[None], table[1:]]) + torch.tensor(1.0), X)
-    assert said.outside.keys() == {t.untyped_storage().data_ptr() for t in (weight, table)}
+    watched, _ = used(
+        lambda a: torch.cat([(a * 2 + weight)[None], table[1:]]) + torch.tensor(1.0), X
+    )
+    assert watched.outside.keys() == {t.untyped_storage().data_ptr() for t in (weight, table)}
     assert used(lambda a: a[1:].add_(1) * a[:3], X.clone())[0].outside == {}
 
 
 def test_what_no_operator_saw_is_unknown():
     weight = torch.ones(4)
-    said, (made, seen, given) = used(lambda a: (a + 1, weight, a), X)
-    assert [said.is_unknown(t) for t in (made, seen, given)] == [False, True, False]
-    assert not said.is_unknown(3)
+    watched, (made, seen, given) = used(lambda a: (a + 1, weight, a), X)
+    assert [watched.is_unknown(t) for t in (made, seen, given)] == [False, True, False]
+    assert not watched.is_unknown(3)

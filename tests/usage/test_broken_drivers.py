@@ -9,7 +9,7 @@ import torch
 from cgpass.runtime import fast
 from cgpass.runtime import recording as recording_module
 from cgpass.runtime.inputs import Layout
-from cgpass.runtime.owner import Owner, Slot
+from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.simulated import SimulatedDriver, SimulatedGraph
 from tests.usage import programs
@@ -54,7 +54,7 @@ def released_blocks_forgotten(patch):
 
 def always_safe(patch):
     """Nothing that is held is asked for."""
-    patch.setattr(Slot, "is_safe", lambda self, recording: True)
+    patch.setattr(Owner, "is_safe", lambda self, recording: True)
 
 
 def no_address_check(patch):
@@ -108,7 +108,11 @@ def order_of_birth_ignored(patch):
     """A recording is replayed though outputs of younger ones, which may lie on its temporaries, are held."""
 
     def is_safe(self, recording):
-        others = [other for birth, _, other in self._stack if birth <= recording.birth]
+        others = [
+            other
+            for birth, _, other in self._slots[recording.slot].stack
+            if birth <= recording.birth
+        ]
         return not any(
             other.memory.held(
                 None if other is recording else recording.released.get(other.birth, ())
@@ -116,7 +120,7 @@ def order_of_birth_ignored(patch):
             for other in others
         )
 
-    patch.setattr(Slot, "is_safe", is_safe)
+    patch.setattr(Owner, "is_safe", is_safe)
 
 
 def outputs_held_over_the_backward(session):

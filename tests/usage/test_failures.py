@@ -12,7 +12,7 @@ import cgpass
 from cgpass import telemetry, torch_private
 from cgpass.errors import CaptureError
 from cgpass.runtime import owner as owners
-from cgpass.runtime.capturing import is_any_capture_running
+from cgpass.runtime.capturing import is_capturing_here
 from tests.usage.programs import ATEN, MLP, Ways, counted, learn
 
 COMPILERS = ["eager", "inductor"]
@@ -22,7 +22,7 @@ SOME = {"replays": "some"}
 def is_recording(device):
     if device.type == "cuda":
         return torch.cuda.is_current_stream_capturing()
-    return is_any_capture_running()
+    return is_capturing_here()
 
 
 @torch.library.custom_op("failures::syncs", mutates_args=())

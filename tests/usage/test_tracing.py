@@ -85,7 +85,7 @@ def test_graphs_before_and_after_each_pass_that_changed_them(trace):
     assert [name for name in found if name.startswith("cgpass_graph_forward")] == [
         "cgpass_graph_forward_0_before",
         "cgpass_graph_forward_2_partition",
-        "cgpass_graph_forward_1_outline",
+        "cgpass_graph_forward_outlined",
     ]
     _, before = found["cgpass_graph_forward_0_before"]
     _, after = found["cgpass_graph_forward_2_partition"]

@@ -218,6 +218,32 @@ def test_a_read_neighbour_of_a_written_input_is_not_written(setting):
     assert recording.written == {0}
 
 
+@pytest.mark.parametrize("static", [(), (0,)])
+def test_autograd_knows_of_every_write_to_an_input(setting, static):
+    """Else a backward that saved it computes with what was written, silently."""
+    session = setting.session()
+    call = session.wrap(lambda total, x: total.add_(x).sum(), static_input_indices=static)
+    total, weight = session.randn(4), session.randn(4).requires_grad_()
+    for _ in range(5):
+        out = (weight * total).sum()
+        with torch.no_grad():
+            call(total, session.randn(4))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.backward()
+    assert call.stats.replays >= 3
+
+
+def test_a_result_without_elements_is_new_in_every_call(setting):
+    session = setting.session()
+    empty = session.randn(0)
+    call = session.wrap(lambda x: (torch.cat([empty, x[:0]]), x + 1))
+    for _ in range(4):
+        out, _ = call(session.randn(4))
+        assert out.numel() == 0
+        out.resize_(3)
+    assert call.stats.replays == 3
+
+
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_tensor_of_the_closure_that_is_returned_outlives_its_replacement(setting, reads):
     session = setting.session()
