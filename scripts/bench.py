@@ -48,13 +48,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     known += "\n".join(f"  {name:18} {spec.title}" for name, spec in models.SPECS.items())
     parser = argparse.ArgumentParser(
         description=__doc__,
-        epilog=f"arms; those of cgpass take options (cgpass:compiler=eager:rng=paired):\n{known}",
+        epilog=f"arms ({' '.join(arms.USUAL)} unless named); those of cgpass take options (cgpass:compiler=eager:rng=paired):\n{known}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--models", nargs="+", choices=models.SPECS, default=[*models.REAL], metavar="MODEL")
     add("--modes", nargs="+", choices=MODES, default=["train"])
-    add("--arms", nargs="+", type=arms.known, metavar="ARM", help=" ".join(arms.USUAL))
+    add("--arms", nargs="+", type=lambda name: arms.parse(name) and name, metavar="ARM")
     add("--baseline", type=Path, help="another checkout: cgpass of that in more arms, @baseline")
     add("--steps", type=int, default=10, help="synchronised steps of a block (10)")
     add("--rounds", type=int, default=6, help="blocks of each arm (6)")

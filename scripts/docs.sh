@@ -1,28 +1,9 @@
 #!/usr/bin/env bash
-# Builds the documentation as a site into build/site; fails of whatever is missing in it.
+# Builds the documentation as a site into build/site; a link, a public name or a file that is missing is an error. Names are
+# read from the sources, so torch is not needed. The virtual environment is .venv-docs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/_venv.sh
-
-usage() {
-  cat <<'END'
-usage: bash scripts/docs.sh [--serve]
-
-Sets up a virtual environment (.venv-docs) with what the extra "docs" names, and builds the site strictly: a link, a
-public name or a file that is missing is an error. Names are read from the sources, so torch is not needed.
-
-  --serve      show the site at http://127.0.0.1:8000 instead, and follow changes
-  -h, --help   this text
-END
-}
-
-command=build
-case ${1:-} in
-  -h | --help) usage && exit ;;
-  --serve) command=serve ;;
-  "") ;;
-  *) usage >&2 && exit 2 ;;
-esac
 
 directory=.venv-docs
 [[ -x $directory/bin/python ]] || create_venv "$directory"
@@ -37,5 +18,5 @@ if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
   echo "$wanted" >"$stamp"
 fi
 echo "== documentation"
-NO_MKDOCS_2_WARNING=1 PATH="$PWD/$directory/bin:$PATH" "$python" -m mkdocs "$command" --strict
-[[ $command == serve ]] || echo "built strictly: build/site/index.html"
+NO_MKDOCS_2_WARNING=1 PATH="$PWD/$directory/bin:$PATH" "$python" -m mkdocs build --strict
+echo "built strictly: build/site/index.html"

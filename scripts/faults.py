@@ -1,7 +1,7 @@
 """Raises errors everywhere in the runtime, one at a time, and checks that the program goes on as if it had not been.
 
     python scripts/faults.py --every 20
-    python scripts/faults.py --programs hooks,dropout --errors KeyboardInterrupt
+    python scripts/faults.py --programs hooks,dropout
     python scripts/faults.py --kind captures       # errors at the operators of three models
     python scripts/faults.py --kind alarms         # signals, 2,000 over five programs
     python scripts/faults.py --every 10 --markdown docs/results/faults-cpu-torch2.14.md
@@ -29,7 +29,7 @@ from typing import Any
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # or no process that is forked could use CUDA
 
 import torch
-from faultlib.campaign import ERRORS, Campaign, Fault
+from faultlib.campaign import Campaign, Fault
 from faultlib.programs import PROGRAMS
 
 from cgpass.runtime import native
@@ -61,8 +61,6 @@ def main() -> int:
     add("--kind", default="points", choices=KINDS)
     add("--programs", default="", help=f"with commas between, of {', '.join(PROGRAMS)}")
     add("--every", type=int, default=1, metavar="K", help="take each K-th fault")
-    add("--per-line", type=int, default=3, metavar="N", help="times a line is hit")
-    add("--errors", default="", help="one a point in turns by default; or names: each")
     add("--driver", default="simulated", choices=("simulated", "cuda"))
     add("--seed", type=int, default=0)
     add("--at", default="", help="only faults whose text has this, as in recording.py:210")
@@ -144,8 +142,7 @@ def faults(campaign: Campaign, given: argparse.Namespace) -> list[Fault]:
     elif given.kind == "alarms":
         found = campaign.alarms(ALARMS)
     else:
-        errors = tuple(error for error in ERRORS if error.__name__ in given.errors.split(","))
-        found = campaign.faults(per_line=given.per_line, errors=errors, shift=given.seed)
+        found = campaign.faults(shift=given.seed)
     found = [(text, inject) for text, inject in found if given.at in text]
     return found[given.seed % given.every :: given.every]
 

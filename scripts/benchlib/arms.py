@@ -47,12 +47,6 @@ def parse(name: str) -> tuple[str, dict[str, Any]]:
     return base, options
 
 
-def known(name: str) -> str:
-    """Return the name of an arm; raises what argparse shows if there is none."""
-    parse(name)
-    return name
-
-
 def is_ours(name: str) -> bool:
     """Return whether an arm is cgpass, of this checkout, in any setting."""
     return name.split(":")[0] in ("cgpass", "cgpass-step", "graphed") and BASELINE not in name
@@ -85,12 +79,7 @@ def wait_for_native_code() -> None:
 
 
 class Arm:
-    """A copy of the model, its optimizer, and one way to run a step.
-
-    Attributes:
-        module: The model on the device.
-        started: When `torch.compile` was called, on the clock of `perf_counter`.
-    """
+    """A copy of the model, its optimizer, and one way to run a step."""
 
     caches_casts = True
 
@@ -250,11 +239,7 @@ class LimitArm(Arm):
         return [torch.optim.AdamW(self.module.parameters(), lr=lr, fused=True, capturable=True)]
 
     def prepare(self) -> None:
-        """Warm up on a side stream, then capture.
-
-        Raises:
-            RuntimeError: The model synchronises with the host.
-        """
+        """Warm up on a side stream, then capture; raises where the model synchronises with the host."""
         graph = torch.cuda.CUDAGraph()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -302,11 +287,7 @@ class LimitArm(Arm):
 
 
 def make(name: str, workload: Workload, *, plain: bool = False) -> Arm:
-    """Return the arm of that name, not yet prepared.
-
-    Raises:
-        RuntimeError: The arm needs a CUDA device.
-    """
+    """Return the arm of that name, not yet prepared."""
     base = parse(name)[0]
     if base in NEEDS_CUDA and workload.device.type != "cuda":
         raise RuntimeError(f"{base} needs a CUDA device")

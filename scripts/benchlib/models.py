@@ -29,7 +29,6 @@ class LanguageLoss(nn.Module):
         self.model = model
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the loss of token ids and labels, both (batch, seq) int64."""
         return self.model(input_ids=input_ids, labels=labels).loss
 
 
@@ -41,7 +40,6 @@ class ImageLoss(nn.Module):
         self.model = model
 
     def forward(self, image: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        """Return the loss of images (batch, 3, height, width) and labels (batch,) int64."""
         return F.cross_entropy(self.model(image), label)
 
 
@@ -91,16 +89,7 @@ class Attention(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """One model of the benchmark.
-
-    Attributes:
-        title: Name in the report, with the batch.
-        build: Makes the loss module on the CPU; the argument asks for a tiny one.
-        batch: Makes one batch on the CPU from (generator, tiny).
-        autocast: Whether the forward runs under bf16 autocast.
-        dtype: Type of the weights.
-        regions: Finds the modules that are compiled, each by itself; None where the whole is.
-    """
+    """One model: how it and a batch are made on the CPU (tiny ones where asked for), and what is compiled by itself."""
 
     title: str
     build: Callable[[bool], nn.Module]

@@ -32,11 +32,7 @@ def environment(job: Job, cache: Path | None) -> dict[str, str]:
 
 
 class Process:
-    """A process that runs one job.
-
-    Attributes:
-        error: What went wrong first, as {"error": ..., "traceback": ...}; from then on the process is gone.
-    """
+    """A process that runs one job; `error` is what went wrong first, and from then on the process is gone."""
 
     def __init__(self, job: Job, cache: Path | None = None) -> None:
         self.job = job

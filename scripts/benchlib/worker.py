@@ -32,14 +32,7 @@ DISCARDED = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one process does.
-
-    Attributes:
-        mode: "train", "inference" or "start".
-        steps: Synchronised steps per block.
-        warm_up: Steps until everything is compiled and recorded, with room; losses of the first are compared.
-        root: The checkout whose cgpass is measured.
-    """
+    """What one process does in a mode of bench.py, with the cgpass of a checkout (`root`)."""
 
     model: str
     mode: str
@@ -199,11 +192,7 @@ class Worker:
 
 
 def check_root(root: str) -> None:
-    """Fail if cgpass is not that of the checkout that is to be measured.
-
-    Raises:
-        RuntimeError: It isn't.
-    """
+    """Fail if cgpass is not that of the checkout that is to be measured."""
     spec = importlib.util.find_spec("cgpass")
     if spec is None or Path(str(spec.origin)).resolve().parents[1] != Path(root).resolve():
         raise RuntimeError(f"cgpass is imported from {spec and spec.origin}, not from {root}")

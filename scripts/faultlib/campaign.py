@@ -7,7 +7,7 @@ import signal
 import sys
 import timeit
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -113,20 +113,16 @@ class Campaign:
         self._run()
         return cgpass.counters()["replays"] - before
 
-    def faults(
-        self, per_line: int = 3, errors: Sequence[type[BaseException]] = (), shift: int = 0
-    ) -> list[Fault]:
-        """List errors at points of the runtime: each that is given, else one in turns, so many times a point is passed."""
+    def faults(self, shift: int = 0) -> list[Fault]:
+        """List errors, in turns, at points of the runtime: the first, the last and another time that each is passed."""
         points = []
         for is_cold in (True, False):
             for point, number in self._passed(in_runtime, is_cold=is_cold).items():
-                middle = [self.random.randrange(number) for _ in range(per_line - 2)]
-                times = sorted({0, number - 1, *middle})[:per_line]
+                times = sorted({0, number - 1, self.random.randrange(number)})
                 points += [(is_cold, point._replace(time=time)) for time in times]
         return [
-            self._fault(point, error, is_cold=is_cold)
+            self._fault(point, ERRORS[(n + shift) % len(ERRORS)], is_cold=is_cold)
             for n, (is_cold, point) in enumerate(points)
-            for error in errors or [ERRORS[(n + shift) % len(ERRORS)]]
         ]
 
     def captures(self) -> list[Fault]:

@@ -414,6 +414,8 @@ PROGRAMS |= {
     "checkpoint": lambda s: train(s, Checkpointed, s.batches(8, 4)),
     "paired_rng": lambda s: train(s, Checkpointed, s.batches(8, 4), rng="paired"),
     "owned_outputs": lambda s: hold_all(s, mlp(), outputs="owned"),
+    "owned_training": lambda s: train(s, dropped, s.batches(8, 4), outputs="owned"),
+    "static_unchecked": lambda s: train(s, mlp(), s.batches(3, 4), static_input_check="off"),
     "host_sync_held": lambda s: hold_all(s, ReadsValue),
     "train_step_sgd": lambda s: step(s, torch.optim.SGD, {}, momentum=0.9),
     "train_step_adamw": lambda s: step(s, torch.optim.AdamW, {"max_norm": 1.0}),
