@@ -36,8 +36,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
     about = "make a page of a report that was saved as JSON, or compare two"
     report = commands.add_parser("report", help=about)
-    report.add_argument("saved", help="what cgpass.explain(...).save('report.json') wrote")
-    report.add_argument("newer", nargs="?", help="with --diff, another one")
+    saved = "what cgpass.explain(...).save('report.json') wrote; with --diff two of them"
+    report.add_argument("saved", nargs="+", help=saved)
     report.add_argument("--diff", action="store_true", help="say what changed between two reports")
     report.add_argument("-o", "--output", help="ends in .html, .json or .txt; '-' prints the text")
     report.set_defaults(run=_report)
@@ -75,15 +75,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report(options: argparse.Namespace) -> int:
-    report = Report.load(options.saved)
-    if options.diff != (options.newer is not None):
+    if len(options.saved) != 1 + options.diff:
         raise ReportError("two reports are compared: report --diff old.json new.json")
-    if options.diff:
-        told = diff(report, Report.load(options.newer))
+    report, *newer = map(Report.load, options.saved)
+    if newer:
+        told = diff(report, *newer)
     elif options.output == "-":
         told = str(report)
     else:
-        told = options.output or Path(options.saved).with_suffix(".html")
+        told = options.output or Path(options.saved[0]).with_suffix(".html")
         report.save(told)
     sys.stdout.write(f"{told}\n")
     return 0

@@ -23,9 +23,9 @@ from cgpass.compile.facts.partition_tag import get_tag
 from cgpass.compile.facts.target import find_target
 from cgpass.compile.facts.values import graph_outputs, has_nested_ints
 from cgpass.compile.layouts import laid_out_otherwise
-from cgpass.compile.passes import rng_passes
 from cgpass.compile.passes.base import Direction, PassContext, run_passes
-from cgpass.compile.passes.rng_pairs import RngPairs, split_joint
+from cgpass.compile.passes.own_gradients import OwnGradients
+from cgpass.compile.passes.rng_pairs import FunctionalizeRng, RngPairs, split_joint
 from cgpass.compile.training import TrainingCall
 from cgpass.compile.warm_start import GraphCache
 from cgpass.errors import DoubleBackwardError, DriverUnavailableError, OptionError
@@ -33,16 +33,20 @@ from cgpass.options import Options, nearest
 from cgpass.runtime import native
 from cgpass.runtime.driver import CUDADriver
 from cgpass.runtime.gathered import give_gathered_a_pool, give_pool_back
-from cgpass.runtime.owner import Owner, release_all
+from cgpass.runtime.owner import Owner, release_idle
 from cgpass.runtime.rng import caller_of
 from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.telemetry import progress, tracing
-from cgpass.telemetry.reason import Reason
 
 log = logging.getLogger(__name__)
 
-_GRAPHS: Final = "triton.cudagraphs"
-_OUR_GRAPHS: Final = "cgpass makes the CUDA graphs; leave Inductor's own out"
+_OURS: Final = {
+    "triton.cudagraphs": "cgpass makes the CUDA graphs; leave Inductor's own out",
+    "custom_partitioner_fn": "cgpass splits the joint graph itself",
+}
+"""Settings of Inductor that nobody may change."""
+_NUM_RETURNED: Final = "cgpass_num_returned"
+"""Metadata of a forward graph's output: how many values the user gets. Saved tensors come after them."""
 
 
 def cgpass(
@@ -97,7 +101,7 @@ def parse_options(options: Mapping[str, Any] | Options | None) -> Options:
     known = torch_private.inductor_option_names() if strangers else ()
     for name in strangers.intersection(known):
         where = f"it is a setting of Inductor, so give it as options={{'inductor': {{{name!r}: {given[name]!r}}}}}"
-        hint = _OUR_GRAPHS if name == _GRAPHS else where
+        hint = _OURS.get(name, where)
         raise OptionError(f"cgpass: unknown option {name!r}; {hint}")
     return Options.parse(options)
 
@@ -106,8 +110,8 @@ def _check_names(options: Options) -> None:
     """Refuse Inductor settings that are none; warn of operators that nobody registered."""
     known = torch_private.inductor_option_names() if options.inductor else ()
     for name in options.inductor:
-        if name == _GRAPHS:
-            raise OptionError(f"inductor={{{name!r}: ...}}: {_OUR_GRAPHS}")
+        if name in _OURS:
+            raise OptionError(f"inductor={{{name!r}: ...}}: {_OURS[name]}")
         if name not in known:
             near = nearest(name, known)
             hint = f"; did you mean {near!r}?" if near else ""
@@ -124,14 +128,14 @@ def _check_names(options: Options) -> None:
 def reset() -> None:
     """Free every recording of this process; `torch.compiler.reset()` calls it too.
 
-    Compiled functions stay usable: their next calls warm up and record again. `cgpass.summary()` begins anew, with the
+    What another thread is just calling is freed when it is called again. Compiled functions stay usable: their next calls warm up and record again. `cgpass.summary()` begins anew, with the
     graphs that are compiled or called from now on and the graph breaks of their functions; functions at torch's limit on
     compilations stay named, since they stay in eager until `torch.compiler.reset()`. `cgpass.counters()` go on.
     """
     telemetry.begin_summary()
     for each in torch_private.graph_breaks():
         each.earlier = True
-    release_all()
+    release_idle()
     give_pool_back()
 
 
@@ -151,14 +155,14 @@ give_gathered_a_pool()
 class Compilation:
     """One call of the backend: a forward and later a backward graph, or an inference graph.
 
-    The callables it makes keep it, and with it the owner of their recordings, alive.
+    The callables it makes keep the owner of their recordings alive.
     """
 
     def __init__(self, options: Options, gm: fx.GraphModule) -> None:
         self.options = options
         self._owner: Owner | None = None
-        self._num_fwd_outputs = 0
         self._names = dict(enumerate(torch_private.input_names(gm)))
+        self._static = torch_private.static_inputs(gm)
         self._saved: dict[str, InputKind] = {}
         self._parameters: frozenset[int] = frozenset()
         """Inputs of the forward that are parameters or buffers, and outputs of the backward that are their gradients."""
@@ -175,93 +179,77 @@ class Compilation:
             graph_break=graph_break_of(gm),
         )
         self._training = TrainingCall()
-        self._cache = GraphCache(self._inductor_compile)
+        self._formulas: list[Any] = []
+        """See `formulas.watched`."""
 
     # ---- wiring
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Hand the graph to AOTAutograd with our split and our compilers."""
         told = progress.shown(f"compiling {self._source.place or 'a graph'}", self.options.progress)
-        with told, formulas.watched(gm), torch_private.double_backwards_raise(DoubleBackwardError):
-            compiled = self._compile(gm, example_inputs)
+        watched = formulas.watched(gm, self._formulas)
+        with told, watched, torch_private.double_backwards_raise(DoubleBackwardError):
+            if self.options.compiler == "eager":
+                compiled = torch_private.compile_with_aten(
+                    gm, example_inputs, compiler=self._compile_graph, partition_fn=self._split
+                )
+            else:
+                cache = GraphCache(self._compile_graph, gm, example_inputs, self.options)
+                compiled = torch_private.compile_with_inductor(
+                    gm,
+                    example_inputs,
+                    inner_compile=cache.compile,
+                    partition_fn=self._split,
+                    config_patches=self.options.inductor,
+                    cache_key=cache.key,
+                    restore=cache.restore,
+                )
         return self._training.around(compiled, gm)
 
-    def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        if self.options.compiler == "inductor":
-            self._cache.find_key(gm, example_inputs, self.options)
-            return torch_private.compile_with_inductor(
-                gm,
-                example_inputs,
-                inner_compile=self._inner_compile,
-                partition_fn=functools.partial(self._split, compiler="inductor"),
-                config_patches=self.options.inductor,
-                cache_key=self._cache.key,
-                restore=self._cache.restore,
-            )
-        directions: tuple[Direction, ...] = ("forward", "backward", "inference")
-        compilers: dict[str, Any] = {
-            each: functools.partial(
-                self._compile_graph, compiler=Compiler(compiler="eager", direction=each)
-            )
-            for each in directions
-        }
-        split = functools.partial(self._split, compiler="eager")
-        return torch_private.compile_with_aten(gm, example_inputs, partition_fn=split, **compilers)
-
     def _split(self, joint: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
+        settings["compiler"] = self.options.compiler
+        forward, backward = split_joint(joint, inputs, **settings)
         if inputs:  # else it is the body of an `invoke_subgraph`
-            self._num_fwd_outputs = settings["num_fwd_outputs"]
+            forward.graph.output_node().meta[_NUM_RETURNED] = settings["num_fwd_outputs"]
             self._training.forget()  # what could be had of a kept pair, of which the backward could not
             telemetry.compile_stats.joint_graphs += 1
-        return split_joint(joint, inputs, **settings)
+        return forward, backward
 
-    def _inner_compile(
+    # ---- one graph
+
+    def _compile_graph(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any
-    ) -> Any:
-        return self._cache.compile(gm, example_inputs, settings, self._num_fwd_outputs)
-
-    def _inductor_compile(
-        self,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        settings: Mapping[str, Any],
-        num_fwd_outputs: int,
     ) -> Boxed:
-        self._num_fwd_outputs = num_fwd_outputs
+        """Partition a graph as it is after AOTAutograd, compile the partitions and join them to a boxed callable.
+
+        The `settings` are those of `compile_fx_inner`.
+        """
         direction: Direction = "forward"
         if settings.get("is_backward"):
             direction = "backward"
         elif settings.get("is_inference"):
             direction = "inference"
-        compiler = Compiler(
-            compiler="inductor",
-            direction=direction,
-            whole_graph_settings=tuple(settings.items()),
-        )
-        return self._compile_graph(gm, example_inputs, compiler)
-
-    # ---- one graph
-
-    def _compile_graph(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], compiler: Compiler
-    ) -> Boxed:
-        """Partition a graph as it is after AOTAutograd, compile the partitions and join them to a boxed callable."""
-        direction = compiler.direction
-        if direction == "forward":
+        else:
             torch_private.donate_no_buffers()
+            placeholders = gm.graph.find_nodes(op="placeholder")
+            self._parameters = frozenset(
+                i for i, node in enumerate(placeholders) if self._is_static(node)
+            )
         outputs = graph_outputs(gm)
-        static = torch_private.static_input_indices(gm, inference=False)
-        if direction == "forward":
-            self._parameters = frozenset(static)
-        elif direction == "backward":
-            compiler = dataclasses.replace(compiler, parameters=self._parameters)
+        compiler = Compiler(
+            compiler=self.options.compiler,
+            direction=direction,
+            parameters=self._parameters,
+            settings=settings,
+        )
         context = PassContext(device=torch.device("cpu"), stage="rng", direction=direction)
-        result = run_passes(rng_passes(), gm, context)
-        if result.notes:
-            (pairs,) = result.notes
-            fn = self._with_pairs(result.gm, example_inputs, compiler, pairs)
+        # By themselves: a graph that runs plainly must repeat its forward's numbers, too, and give gradients apart.
+        found = run_passes((OwnGradients(), FunctionalizeRng()), gm, context)
+        if found:
+            fn = self._with_pairs(gm, example_inputs, compiler, *found)
         else:
             fn = self._compile_tensors(gm, example_inputs, compiler)
+        setattr(fn, "formulas", self._formulas)  # noqa: B010  as long as there is who may call them
         if direction == "forward":
             self._training.note_forward(fn)
         elif direction == "backward":
@@ -276,21 +264,24 @@ class Compilation:
         pairs: RngPairs,
     ) -> Boxed:
         """Compile a graph whose last inputs are states of generators, and call it as AOTAutograd does."""
-        inputs = list(example_inputs)
+        inputs, at = list(example_inputs), pairs.positions_at
         backward = compiler.direction == "backward"
         if backward:
-            del inputs[pairs.positions_at]
-            compiler = compiler.without_input(pairs.positions_at)
+            del inputs[at]
+            if (static := compiler.settings.get("static_input_idxs")) is not None:
+                left = [i - (i > at) for i in static if i != at]
+                settings = {**compiler.settings, "static_input_idxs": left}
+                compiler = dataclasses.replace(compiler, settings=settings)
         placeholders = gm.graph.find_nodes(op="placeholder")
         inputs += [node.meta["val"] for node in placeholders[len(inputs) :]]
         fn = self._compile_tensors(gm, inputs, compiler)
         if not backward:
-            torch_private.hide_output_stride(pairs.positions_at)
+            torch_private.hide_output_stride(at)
         call = caller_of(
             fn,
             "backward" if backward else "forward",
             pairs.devices,
-            pairs.positions_at,
+            at,
             exact=self.options.rng == "exact",
         )
         return torch_private.mark_boxed(lambda args: call(args))
@@ -309,41 +300,35 @@ class Compilation:
         original = copy_of(gm) if has_cpu_scalars(gm) else gm
         otherwise = laid_out_otherwise(gm, example_inputs) if direction == "backward" else []
         self._failed.mark(gm)
-        result = run_passes(passes_for(gm, self.options, target), gm, context)
-        gm = result.gm
+        reasons = run_passes(passes_for(gm, self.options, target), gm, context)
         tags = {tag for tag in map(get_tag, gm.graph.nodes) if tag is not None}
-        reasons = [note for note in result.notes if isinstance(note, Reason)]
         # A partition gets the sizes alone that it reads, of which nested integers are none.
         is_whole = len(tags) == 1 and not (
             has_nested_ints(gm) or any(map(is_argument, gm.graph.nodes))
         )
         inputs = gm.graph.find_nodes(op="placeholder")
         copies = [] if is_whole else [inputs[i].name for i in otherwise]  # anew in each call
-        kinds = value_kinds(gm, self._placeholder_kinds(gm, direction), copies)
+        if direction == "backward":
+            known = self._saved
+        else:
+            known = {n.name: InputKind.STATIC for n in inputs if self._is_static(n)}
+        build.kinds = value_kinds(gm, known, copies)
         if direction == "forward":
-            self._saved = kinds
+            self._saved = build.kinds
         if not any(tag.captured for tag in tags):
             return build.uncaptured(original, example_inputs, reasons)
         if target.records:
             build.report(reasons)
-        returned = self._num_fwd_outputs if direction == "forward" else len(graph_outputs(gm))
-        build = dataclasses.replace(
-            build,
-            names=self._user_names(gm),
-            visible=frozenset(range(returned)),  # all but the saved tensors
-            kinds=kinds,
-        )
+        build.names = self._user_names(gm)
+        output = gm.graph.output_node()
+        build.visible = frozenset(range(output.meta.get(_NUM_RETURNED, len(graph_outputs(gm)))))
         if is_whole:
             return build.whole(gm, example_inputs)
-        return build.partitioned(gm, context, otherwise)
+        return build.partitioned(gm, otherwise)
 
-    def _placeholder_kinds(self, gm: fx.GraphModule, direction: Direction) -> dict[str, InputKind]:
-        """Kinds of the graph's tensor inputs, by placeholder name; what is missing moves."""
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        if direction == "backward":
-            return {n.name: self._saved[n.name] for n in placeholders if n.name in self._saved}
-        static = torch_private.static_input_indices(gm, inference=direction == "inference")
-        return {placeholders[i].name: InputKind.STATIC for i in static}
+    def _is_static(self, node: fx.Node) -> bool:
+        """Tell if a forward or inference graph's input keeps its address, as AOTAutograd knows."""
+        return torch_private.input_position(node) in self._static
 
     def _user_names(self, gm: fx.GraphModule) -> dict[str, str]:
         """Return what the user calls each input of a forward or inference graph, by placeholder name."""

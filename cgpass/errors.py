@@ -41,10 +41,6 @@ class PassError(CGPassError, RuntimeError):
     """A graph pass failed; names the pass, its stage and the passes that ran before it."""
 
 
-class PreconditionError(CGPassError, ValueError):
-    """A graph given to a pass does not satisfy what the pass requires."""
-
-
 class PostconditionError(CGPassError, RuntimeError):
     """A pass left a graph that breaks what the pass ensures."""
 

@@ -13,8 +13,6 @@ from typing import Any, Final, Literal
 
 from cgpass.errors import OptionError
 
-__all__ = ["Options", "current_defaults", "set_defaults"]
-
 log = logging.getLogger(__name__)
 
 _SCRIPTS_OWN: Final = frozenset({"CGPASS_VENV", "CGPASS_RANDOM_PROGRAMS"})
@@ -96,13 +94,7 @@ class Options:
 
     @classmethod
     def parse(cls, options: "Mapping[str, Any] | Options | None" = None) -> "Options":
-        """Read what a user gave as `options=`, over the process-wide defaults.
-
-        Args:
-            options: Names and values; an `Options` is complete in itself and returned as it is.
-
-        Returns:
-            Validated options.
+        """Read names and values that a user gave, over the process-wide defaults; an `Options` is complete in itself.
 
         Raises:
             OptionError: An unknown name (with the nearest known one) or a bad value.
@@ -130,35 +122,18 @@ REMOVED: Final = {
 _SPECS: Final = {spec.name: spec for spec in fields(Options)}
 
 
-class _SetDefaults:
-    """Undoes one `set_defaults` on exit from a `with` block."""
-
-    def __init__(self, before: Mapping[str, Any], changed: Iterable[str]) -> None:
-        self._before = before
-        self._changed = tuple(changed)
-
-    def __enter__(self) -> Options:
-        return current_defaults()
-
-    def __exit__(self, *raised: object) -> None:
-        with _lock:
-            for name in self._changed:
-                _overrides.pop(name, None)
-            _overrides.update(self._before)
-
-
-_lock: Final = threading.Lock()
+_lock: Final = threading.RLock()  # a signal may come inside
 _overrides: Final[dict[str, Any]] = {}
 
 
-def set_defaults(**options: Any) -> _SetDefaults:
+class set_defaults:  # noqa: N801  called as a function
     """Change the defaults of every function compiled from now on in this process.
 
-    Used as a statement the change stays; as `with cgpass.set_defaults(...):` the values from before
-    come back at the end of the block. A function is compiled by its first call and by calls that compile it
+    Used as a statement the change stays; as `with cgpass.set_defaults(...):`, which gives the new defaults, the values
+    from before come back at the end of the block. A function is compiled by its first call and by calls that compile it
     anew (of another shape, say), not where `torch.compile` stands: the defaults of that moment count, so make
-    these calls within the block, or give `options=`, which stay with the function. `options=` of `torch.compile` goes before these defaults,
-    and these go before the environment variables `CGPASS_<OPTION>`.
+    these calls within the block, or give `options=`, which stay with the function. `options=` of `torch.compile` goes
+    before these defaults, and these go before the environment variables `CGPASS_<OPTION>`.
 
     Examples:
         >>> with cgpass.set_defaults(driver="none") as options:
@@ -168,17 +143,24 @@ def set_defaults(**options: Any) -> _SetDefaults:
     Args:
         **options: Fields of `Options`.
 
-    Returns:
-        A context manager that restores what was set before; entering gives the new defaults.
-
     Raises:
         OptionError: An unknown name or a bad value; nothing is changed then.
     """
-    checked = {name: _validated(name, value) for name, value in _known(options).items()}
-    with _lock:
-        before = {name: _overrides[name] for name in checked if name in _overrides}
-        _overrides.update(checked)
-    return _SetDefaults(before, checked)
+
+    def __init__(self, **options: Any) -> None:
+        self._set = {name: _validated(name, value) for name, value in _known(options).items()}
+        with _lock:
+            self._before = {name: _overrides[name] for name in self._set if name in _overrides}
+            _overrides.update(self._set)
+
+    def __enter__(self) -> Options:
+        return current_defaults()
+
+    def __exit__(self, *raised: object) -> None:
+        with _lock:
+            for name in self._set:
+                _overrides.pop(name, None)
+            _overrides.update(self._before)
 
 
 def current_defaults() -> Options:
@@ -255,40 +237,30 @@ def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | No
 
 def _validated(name: str, value: Any, where: str | None = None) -> Any:
     """Return `value` in the form that `Options` keeps, or raise naming `where` it came from."""
-    where = where or f"option {name!r}"
-    metadata = _SPECS[name].metadata
+    metadata, hint = _SPECS[name].metadata, "."
     if "allowed" in metadata:
         allowed = metadata["allowed"]
         if isinstance(value, str) and value in allowed:
             return value
-        near = nearest(value, allowed)
+        wanted, near = f"be one of {', '.join(map(repr, allowed))}", nearest(value, allowed)
         hint = f"; did you mean {near!r}?" if near else "."
-        raise _refused(where, f"be one of {', '.join(map(repr, allowed))}", value, hint)
-    if "at_least" in metadata:
+    elif "at_least" in metadata:
         if type(value) is int and value >= metadata["at_least"]:
             return value
-        raise _refused(where, f"be an int >= {metadata['at_least']}", value)
-    return (_operators if name == "unsafe_ops" else _config_patches)(value, where)
-
-
-def _operators(value: Any, where: str) -> tuple[str, ...]:
-    if not isinstance(value, (tuple, list, set, frozenset)):
-        raise _refused(where, "be a tuple or list of operator names", value)
-    for item in value:
-        if not (isinstance(item, str) and _OPERATOR.fullmatch(item)):
-            raise _refused(where, "hold names of the form 'ns::op' or 'ns::op.overload'", item)
-    return tuple(sorted(set(value)))
-
-
-def _config_patches(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
+        wanted = f"be an int >= {metadata['at_least']}"
+    elif name == "inductor":
+        if isinstance(value, Mapping):
+            return dict(value)
         wanted = "be a dict of Inductor config names and values, as JSON in the environment"
-        raise _refused(where, wanted, value)
-    return dict(value)
-
-
-def _refused(where: str, wanted: str, value: Any, hint: str = ".") -> OptionError:
-    return OptionError(f"cgpass: {where} must {wanted}, got {_shown(value)}{hint}")
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        bad = [op for op in value if not (isinstance(op, str) and _OPERATOR.fullmatch(op))]
+        if not bad:
+            return tuple(sorted(set(value)))
+        wanted, value = "hold names of the form 'ns::op' or 'ns::op.overload'", bad[0]
+    else:
+        wanted = "be a tuple or list of operator names"
+    where = where or f"option {name!r}"
+    raise OptionError(f"cgpass: {where} must {wanted}, got {_shown(value)}{hint}")
 
 
 def _shown(value: Any) -> str:

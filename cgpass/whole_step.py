@@ -4,27 +4,25 @@ Note [A whole step]
     The loss is compiled as ever, so Dynamo's guards cover the user's Python in each call, and nothing that it reads is
     frozen. Where Dynamo calls the forward graph, a step runs one recording instead: the forward's kernels, the
     backward's for a gradient of ones, and the optimizer's own `step()`. Where some of the loss can't be captured, the
-    parts of forward and backward run in turn, without autograd, and the recording is that of the update. A call that
-    can't be so either runs in pieces: forward, backward and optimizer one after the other, as the user would write them.
+    parts of forward and backward run in turn, without autograd, and the recording is that of the update. Else a call
+    runs in pieces: forward, backward and optimizer one after the other, as the user would write them.
 
     The first call of each variant that Dynamo compiles goes in pieces, since optimizers make their state then, and
     tells whether the next ones may be whole (`_why_never`). What may change from call to call is looked at in each
-    (`TrainStep._why_pieces`, `_Whole.why_not`): gradients from before, hooks, modes, the optimizer's tensors. What else
-    `step()` reads on the host is in the recording's key, with the places of the optimizer's tensors (`_Update.read`).
-    One call of native code goes through all that optimizers have, and tells if it is as before.
+    (`TrainStep._why_pieces`, `_Whole.why_not`). What else `step()` reads on the host is in the recording's key, with
+    the places of the optimizer's tensors (`_Update.read`); native code tells if those are as before.
 
-    Learning rates are tensors while a step runs, in both ways, filled before it from what the groups have. So a schedule
-    costs no recording, and both ways have the same bits. Only hooks on `step()`, which may change them, find them as the
-    user left them; with such hooks every call goes in pieces.
+    Learning rates are tensors while a step runs, in both ways, filled from what the groups have. So a schedule costs no
+    recording, and both ways have the same bits. Only hooks on `step()`, which may change them, find the user's own.
 """
 
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import logging
 import math
 import operator
-import threading
 import types
 import weakref
 from collections import Counter
@@ -42,7 +40,7 @@ from cgpass.compile.training import TrainingCall, here
 from cgpass.errors import InputError, OptionError
 from cgpass.options import Options
 from cgpass.runtime import fast, native
-from cgpass.runtime.changes import Mode, mend, open_modes
+from cgpass.runtime.changes import Mode, mend, new_lock, open_modes
 from cgpass.runtime.executor import Executor
 from cgpass.runtime.fast import taker
 from cgpass.runtime.partition import PartitionRunner
@@ -51,14 +49,16 @@ from cgpass.telemetry.reason import many
 log = logging.getLogger(__name__)
 
 _FIRST: Final = "the first call of a variant"
+_RAISED: Final = "the call raised an error"
 _NEW_STATE: Final = "the optimizer has other groups, parameters or state tensors than before; one call makes them known"
-_NEW_NUMBER: Final = "{} has a new value; each new value costs one call, but for learning rates"
+_NEW_NUMBER: Final = (
+    "{} has another value than before; each change costs one call, but of learning rates"
+)
 _FOREIGN: Final = "something else than the optimizer's parameters gets gradients; freeze, detach or give it to an optimizer of the step"
 _IN_TURN: Final = "not all of it can be captured, see cgpass.explain(loss_fn, batch); the optimizer's step is a graph of its own"
 _ITS_LINE: Final = "cgpass.explain(loss_fn, batch) names the line"
 _TOO_OFTEN: Final = "it was compiled torch._dynamo.config.recompile_limit times; keep what changes the same, or make it a tensor"
-_BY_VALUE = (int, float, bool, str, type(None))
-_names = iter(range(1 << 62))
+_names = itertools.count()
 _Args = tuple[Any, ...]
 _Boxed = Callable[[list[Any]], Sequence[Any]]
 _Options = Mapping[str, Any] | Options | None
@@ -145,14 +145,16 @@ class TrainStep:
         self._accumulate = accumulate
         self._due = 0
         """Calls since the last update."""
-        self._lock = threading.RLock()
+        self._reaches = (loss_fn, *update.optimizers, update.scaler)
+        """For `explain`, which restores it."""
+        self._lock = new_lock()
         self._fn = fn = _detaching(loss_fn)
         given: Any = (
             dataclasses.asdict(options) if isinstance(options, Options) else {**(options or {})}
         )
         self._compiled = torch.compile(fn, fullgraph=True, backend=cgpass, options=given)
         self._broken = torch.compile(fn, backend=cgpass, options=given)
-        self._broken_at: str | None = None
+        self._why_broken: str | None = None
         """Why the loss is several graphs."""
         self._too_often = False
         """True if Dynamo compiles no more variants; those that it knows go on."""
@@ -161,12 +163,12 @@ class TrainStep:
         """What Dynamo compiled: how it runs, or why it runs in pieces."""
         finalizer: Any = weakref.finalize(self, torch_private.forget_compiled, fn.__code__)
         finalizer.atexit = False
-        telemetry.add_other(self)
+        telemetry.add_step(self)
 
     @property
     def later_calls(self) -> int:
-        """Calls but for the first of each variant, which runs in pieces."""
-        return self.calls - self.in_pieces[_FIRST]
+        """Calls but for the first of each variant, which runs in pieces, and those that raised."""
+        return self.calls - self.in_pieces[_FIRST] - self.in_pieces[_RAISED]
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
@@ -184,6 +186,7 @@ class TrainStep:
             try:
                 return self._call(batch, named, before)
             except BaseException:
+                self.in_pieces[_RAISED] += 1
                 here.step = before
                 mend(open_modes)
                 raise
@@ -204,7 +207,7 @@ class TrainStep:
             self._learn(call, loss)
         if call.whole is not None and call.whole.is_one:
             self.whole_calls += 1
-        elif self._options.driver != "none":
+        else:
             self._note(call.why or (_FIRST if call.whole is None else _IN_TURN))
         return (loss.detach(), *more) if more else loss.detach()
 
@@ -231,7 +234,7 @@ class TrainStep:
 
     def _note(self, why: str) -> None:
         self.in_pieces[why] += 1
-        if self.in_pieces[why] == 1 and why != _FIRST:
+        if self.in_pieces[why] == 1 and why != _FIRST and self._options.driver != "none":
             level = logging.WARNING if self._options.on_skip == "warn" else logging.INFO
             log.log(level, "%s runs in pieces: %s", self._name, why)
 
@@ -239,8 +242,8 @@ class TrainStep:
 
     def _forward(self, call: "_Call", batch: _Args, named: dict[str, Any]) -> _Args:
         self._too_often = self._too_often and bool(self._variants)  # none: all was forgotten
-        broken_at = self._broken_at
-        if broken_at is None and not self._too_often:
+        why = self._why_broken
+        if why is None and not self._too_often:
             try:
                 return self._compiled(batch, named)
             except torch_private.not_one_graph() as error:
@@ -248,12 +251,12 @@ class TrainStep:
                     raise
                 self._too_often = torch_private.is_recompile_limit(error)
                 if not self._too_often:
-                    broken_at = next(iter(str(error).strip().splitlines()), "")
-        if broken_at is not None:
-            call.why = f"the loss is not one graph: {broken_at}; {_ITS_LINE}"
+                    first = next(iter(str(error).strip().splitlines()), "")
+                    why = f"the loss is not one graph: {first}; {_ITS_LINE}"
+        call.why = why or call.why
         # If the loss raises, its next call may be one graph: Dynamo must not come to know it as several before.
-        found = (self._broken if broken_at is self._broken_at else self._fn)(batch, named)
-        self._broken_at = broken_at
+        found = (self._broken if why is self._why_broken else self._fn)(batch, named)
+        self._why_broken = why
         return found
 
     def _run_pieces(self, loss: torch.Tensor) -> None:
@@ -281,7 +284,7 @@ class TrainStep:
             return "hooks on saved tensors are set; leave their block for the step"
         if torch_private.has_function_modes() or torch.is_anomaly_enabled():
             return "a TorchFunctionMode or anomaly detection is on; leave its block for the step"
-        return new or self._update.why_pieces(self._options.max_recordings)
+        return new or self._update.why_pieces()
 
     def _learn(self, call: "_Call", loss: torch.Tensor) -> None:
         """Find out which way the next call of this variant may go; its backward may be compiled only now."""
@@ -341,6 +344,8 @@ def _detaching(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         if not (isinstance(found, tuple) and len(found) == 2):
             return (found,)
         loss, more = found
+        if not isinstance(loss, torch.Tensor):
+            return (loss,)
         # A copy: a graph that returns a tensor and a detach() of it, as of `loss, {"loss": loss.detach()}`, is no plain one.
         return loss.clone(), pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, more)
 
@@ -394,12 +399,6 @@ class _NoGradientsAfter(Mode):
             torch_private.steps_of_scaler(self._update.scaler).clear()
 
 
-class _Read:
-    """Stands for what an update reads: the same object whenever that is so, in a recording's key."""
-
-    __slots__ = ("__weakref__",)
-
-
 class _Update:
     """Clipping, optimizers, scaler and zero_grad: the same Python in pieces, in warm-ups and in captures."""
 
@@ -419,20 +418,12 @@ class _Update:
         """All that this call's update reads on the host, beside learning rates."""
         self.counts_writes = False
         """True if autograd is told what the optimizers write, as it is not by fused ones of torch 2.14."""
-        self.known_as: dict[int, str] = {}
-        """Names of parameters, by their `id`s; `params` holds them."""
         self.looks = 0
         """How often the optimizers' tensors were others than before."""
-        self._known: set[tuple[Any, ...]] = set()
-        """Numbers of earlier calls."""
         self._groups: list[dict[str, Any]] = []
         self._contents: tuple[()] | tuple[list[Any], bytes] = ()
         """All that optimizers have, and where tensors among it lie."""
         self._why_never: str | None = None
-        self._reads: weakref.WeakValueDictionary[Any, _Read] = weakref.WeakValueDictionary()
-        """By what is read, kept alive by the keys of recordings."""
-        self._last: tuple[Any, ...] = ()
-        self._read: tuple[tuple[torch.Tensor, ...], _Read] = (), _Read()
 
     def groups(self) -> list[dict[str, Any]]:
         """Each group of parameters."""
@@ -472,14 +463,11 @@ class _Update:
         """Have the tensors be what the groups' learning rates are now."""
         for rate in self.rates:
             lr, device = rate.group["lr"], rate.tensor.device
-            if lr is rate.filled:
-                continue
             if isinstance(lr, torch.Tensor) and lr.device == device:
                 rate.tensor, rate.filled = lr, None
-            elif rate.filled is None:
-                rate.tensor = torch.tensor(float(lr), dtype=torch.float32, device=device)
-                rate.filled = float(lr)
-            elif lr != rate.filled:
+            elif rate.filled is None or lr != rate.filled:
+                if rate.filled is None:  # the tensor is the user's
+                    rate.tensor = torch.empty((), dtype=torch.float32, device=device)
                 rate.filled = math.nan  # until it is
                 rate.tensor.fill_(float(lr))
                 rate.filled = float(lr)
@@ -496,10 +484,6 @@ class _Update:
             if same and all(map(operator.is_, groups, self._groups)):
                 return self._why_never
         self._groups = groups
-        self._look()
-        return self._why_never or (_NEW_STATE if before else None)
-
-    def _look(self) -> None:
         self.looks += 1
         self.params = [p for group in self._groups for p in group["params"]]
         self._why_never = torch_private.why_not_recordable(self.optimizers, self.scaler)
@@ -512,22 +496,21 @@ class _Update:
             named = " and ".join(places)
             self._why_never = f"the optimizer's tensors lie on {named}; keep them on one device"
         used = [] if self._why_never else self._groups
-        self.rates = [_Rate(group, torch.empty(0, device=places[0])) for group in used]
-        self._last = ()
+        device = places[0] if places else "cpu"
+        self.rates = [_Rate(group, torch.empty(0, device=device)) for group in used]
         numbers = self._find_numbers()
         if isinstance(numbers, dict):
             self.numbers = numbers
-            self._known.add(tuple(numbers.values()))
+        return self._why_never or (_NEW_STATE if before else None)
 
-    def why_pieces(self, max_known: int) -> str | None:
+    def why_pieces(self) -> str | None:
         """Why the next update can't be part of a graph, as things stand in this call. To be asked after `look`."""
         if (hooked := torch_private.step_hooks(self.optimizers)) is not None:
             return hooked
         at = fast.first_watched(self.params)
         if at >= 0:
             leaf = self.params[at]
-            name = self.known_as.get(id(leaf))
-            name = name or f"parameter {at} of the optimizer, {[*leaf.shape]},"
+            name = f"parameter {at} of the optimizer, {[*leaf.shape]},"
             if leaf.grad is not None:
                 return f"{name} has a gradient from before; call zero_grad() first"
             return f"{name} has hooks, or gradients of another dtype; remove them"
@@ -536,28 +519,17 @@ class _Update:
         found = self._find_numbers()
         if isinstance(found, str):
             return found
-        if found == self.numbers:
-            return None
         last, self.numbers = self.numbers, found
-        values = tuple(found.values())
-        if values in self._known:
+        if found == last:
             return None
-        if len(self._known) >= max_known:
-            self._known.clear()
-        self._known.add(values)
-        new = [_number_name(key) for key, value in found.items() if last.get(key, ...) != value]
-        return _NEW_NUMBER.format(", ".join(new[:3]))
+        keys = (key for key in last | found if last.get(key, ...) != found.get(key, ...))
+        return _NEW_NUMBER.format(", ".join(map(_number_name, itertools.islice(keys, 3))))
 
-    def read(self) -> "tuple[tuple[torch.Tensor, ...], _Read]":
-        """The tensors that an update reads and writes beside parameters, and what stands for all it reads in the key."""
+    def read(self) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
+        """The tensors that an update reads and writes beside parameters, and all that it reads, for the key."""
         rates = [rate.tensor for rate in self.rates]
         places = self._contents[1:], *[tensor.data_ptr() for tensor in rates]
-        last = self.looks, self.numbers, places
-        if last != self._last:
-            self._last = last
-            key = self.looks, tuple(self.numbers.items()), places
-            self._read = (*self.state, *rates), self._reads.setdefault(key, _Read())
-        return self._read
+        return [*self.state, *rates], (self.looks, tuple(self.numbers.items()), places)
 
     def _find_numbers(self) -> dict[Any, Any] | str:
         """All that an update reads on the host beside learning rates; or what of it is no number."""
@@ -565,10 +537,9 @@ class _Update:
         for n, group in enumerate(self._groups):
             for name, value in group.items():
                 if name not in _NO_NUMBERS:
-                    number = value if type(value) in _BY_VALUE else _by_value(value)
+                    found[n, name] = number = _by_value(value)
                     if number is ...:
-                        return f"{name} of the optimizer is a {type(value).__name__}; give a number"
-                    found[n, name] = number
+                        return f"{_number_name((n, name))} holds a tensor, or something else than numbers"
         if self.scaler is not None:
             for name in ("growth_factor", "backoff_factor", "growth_interval"):
                 found[f"the scaler's {name}"] = getattr(self.scaler, f"get_{name}")()
@@ -588,7 +559,7 @@ def _by_value(value: object) -> Any:
     if isinstance(value, (tuple, list)):
         found = tuple(map(_by_value, value))
         return ... if ... in found else found
-    return value if isinstance(value, _BY_VALUE) else ...
+    return value if isinstance(value, (int, float, str, type(None))) else ...
 
 
 def _why_never(
@@ -648,7 +619,6 @@ class _Whole:
         if first is not None and second is not None:
             infos, self._arguments = first.infos(), first.arguments
             self._forward, self._backward = first.run, second.run
-            update.known_as.update((id(args[n]), infos[n].name) for n in leaves)
         else:
             gradient = InputInfo("a gradient", InputKind.POOLED, mutated=True)
             infos = [gradient, InputInfo("a parameter", InputKind.STATIC)]
@@ -659,7 +629,7 @@ class _Whole:
                 infos[n], kind=InputKind.STATIC, mutated=True, in_place=True
             )
         infos.append(InputInfo("the optimizer's tensors", InputKind.IN_PLACE))
-        infos.append(InputInfo("what the optimizer reads", InputKind.OPAQUE))
+        infos.append(InputInfo("what the optimizer reads", InputKind.SYMINT))
         options = dataclasses.replace(part.options, static_input_check="rerecord")
         opaque = self.is_one and part.opaque
         self._runner = PartitionRunner(
@@ -725,14 +695,12 @@ class _Whole:
         stats, update = self._runner.stats, self._update
         if not stats.calls:
             return []
-        kinds = Counter(info.kind for info in self._runner.layout.infos)
-        own = len(update.state) + len(update.rates)
+        layout, own = self._runner.layout, len(update.state) + len(update.rates)
         about = (
             f"{'one graph' if self.is_one else 'a graph of the update'}, recorded {many(stats.recordings, 'time')} and "
             f"replayed {many(stats.replays, 'time')}: "
-            f"reads {many(kinds[InputKind.STATIC], 'parameter')} and {many(own, 'tensor')} of the optimizer in place, "
-            f"copies {many(kinds[InputKind.COPIED], 'input')}; "
-            f"{many(kinds[InputKind.SYMINT] + len(update.numbers), 'number')} in its key"
+            f"reads {many(len(layout.parameters), 'parameter')} and {many(own, 'tensor')} of the optimizer in place, "
+            f"copies {many(len(layout.copied), 'input')}"
         )
         told = self._runner.reasons.told(dataclasses.asdict(stats))
         return [about, *map(str, told)]

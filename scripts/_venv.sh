@@ -14,11 +14,6 @@ create_venv() {
   fi
 }
 
-wanted_stamp() {
-  local extra=$1 torch=$2
-  echo "$PWD extra=$extra torch=${torch:-any} $(cksum <pyproject.toml)"
-}
-
 prepare_venv() {
   local extra=$1 torch=${2:-} directory wanted stamp
   if [[ -n ${CGPASS_VENV:-} ]]; then
@@ -32,10 +27,7 @@ prepare_venv() {
   PYTHON=$(cd "$directory/bin" && pwd)/python
 
   stamp=$directory/.cgpass-setup
-  wanted=$(wanted_stamp "$extra" "$torch")
-  if [[ -f $stamp && $extra == demo && $(<"$stamp") == "$(wanted_stamp dev "$torch")" ]]; then
-    wanted=$(<"$stamp") # which has all that the demo needs
-  fi
+  wanted="$PWD extra=$extra torch=${torch:-any} $(cksum <pyproject.toml)"
   if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
     echo "== installing cgpass[$extra] into $directory (the first time 1 to 3 minutes and up to 6 GB, most of it torch)"
     "$PYTHON" -m pip install --quiet --disable-pip-version-check \

@@ -178,7 +178,7 @@ class Bench:
                         times[each.job.arm][key] += values
         for each in every:
             entry, arm = found[each.job.arm], each.job.arm
-            use = each.ask("device_use", self.deadline)
+            use = each.ask("memory", self.deadline)
             entry |= {key: spread_of(values) for key, values in times[arm].items()}
             entry |= use or each.error or {}
             if use is not None and counters[arm].get("calls"):

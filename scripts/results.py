@@ -1,4 +1,4 @@
-"""Keeps the results in docs/results, and what is shown of them: tables, the plot, and README.
+"""Keeps the results in docs/results, what is shown of them (tables, the plot, README), and tables that come from the code.
 
     python scripts/results.py --check             # is all of it in step?
     python scripts/results.py --write             # bring it in step
@@ -15,10 +15,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchlib import report
+from benchlib import report, tables
 from benchlib.models import REAL
 from benchlib.report import differs, number, table, value
-from doc_tables import with_table
+from benchlib.tables import with_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -160,15 +160,20 @@ def texts(directory: Path, readme: Path) -> dict[Path, str]:
     return wanted
 
 
-def problems(directory: Path = RESULTS, readme: Path = README) -> list[str]:
-    """Return what is out of step, is no result, or is of none."""
-    wanted, found = texts(directory, readme), stored(directory).values()
-    said = [why for results in found for part in results.items() for why in refused(*part)]
-    said += [
+def out_of_step(wanted: dict[Path, str]) -> list[str]:
+    """Return what is said of files that aren't as they have to be."""
+    return [
         f"{path.name} is out of step: run scripts/results.py --write"
         for path, text in wanted.items()
         if not path.exists() or path.read_text() != text
     ]
+
+
+def problems(directory: Path = RESULTS, readme: Path = README) -> list[str]:
+    """Return what is out of step, is no result, or is of none."""
+    wanted, found = texts(directory, readme), stored(directory).values()
+    said = [why for results in found for part in results.items() for why in refused(*part)]
+    said += out_of_step(wanted)
     others = {path for path in directory.iterdir() if path.suffix != ".json"} - wanted.keys()
     others = {path for path in others if not path.name.startswith(("faults-", "gpu-tests"))}
     return said + [f"{path.name} is of no result: remove it" for path in sorted(others)]
@@ -187,9 +192,9 @@ def main(argv: list[str] | None = None) -> int:
         for path in take(args.take, RESULTS):
             print(f"kept {path.name}")
     if not args.check:
-        for path, text in texts(RESULTS, README).items():
+        for path, text in (texts(RESULTS, README) | tables.texts()).items():
             path.write_text(text)
-    said = problems()
+    said = problems() + out_of_step(tables.texts())
     for line in said:
         print(line, file=sys.stderr)
     return 1 if said else 0

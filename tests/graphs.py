@@ -249,7 +249,7 @@ def inference_graph(fn: Callable[..., Any], *specs: Spec | Sequence[int]) -> fx.
     """The graph of `fn` without gradients on fake CUDA tensors, as Dynamo and AOTAutograd make it."""
     seen: list[fx.GraphModule] = []
 
-    def catch(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    def catch(gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[[list[Any]], Any]:
         seen.append(_copy(gm))
         return _boxed(gm, inputs)
 
@@ -260,20 +260,13 @@ def inference_graph(fn: Callable[..., Any], *specs: Spec | Sequence[int]) -> fx.
 
 def _compile(fn: Callable[..., Any], args: list[Any], compiler: Any, split: Any) -> None:
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return torch_private.compile_with_aten(
-            gm,
-            inputs,
-            forward=compiler,
-            backward=compiler,
-            inference=compiler,
-            partition_fn=split,
-        )
+        return torch_private.compile_with_aten(gm, inputs, compiler=compiler, partition_fn=split)
 
     torch.compiler.reset()
     torch.compile(fn, backend=backend, fullgraph=True)(*args)
 
 
-def _boxed(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+def _boxed(gm: fx.GraphModule, _: Sequence[Any], **__: Any) -> Callable[[list[Any]], Any]:
     def run(args: list[Any]) -> Any:
         return gm(*args)
 

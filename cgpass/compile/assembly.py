@@ -24,9 +24,11 @@ from cgpass.compile.facts.values import (
     num_ops,
 )
 from cgpass.compile.layouts import inputs_as_traced, laid_out_otherwise
-from cgpass.compile.passes import graph_passes
-from cgpass.compile.passes.base import Pass, PassContext, run_passes
-from cgpass.compile.passes.outline import Outline
+from cgpass.compile.passes.base import Pass, graph_text
+from cgpass.compile.passes.join_collectives import JoinCollectives
+from cgpass.compile.passes.lift_cpu_scalars import LiftCpuScalars
+from cgpass.compile.passes.outline import outline
+from cgpass.compile.passes.partition import Partition
 from cgpass.compile.plan import build_plan, outputs_made, plan_as_dict, whole_plan
 from cgpass.errors import CaptureError
 from cgpass.options import Options
@@ -45,12 +47,22 @@ _OFF: Final = 'driver="none" turns them off'
 
 
 def passes_for(gm: fx.GraphModule, options: Options, target: Target) -> tuple[Pass, ...]:
-    """Return what a graph goes through before it is built; see `passes.graph_passes`."""
+    """Return the passes that a forward, backward or inference graph goes through, which leave it tagged."""
     communicates = target.records and any(map(is_collective, gm.graph.nodes))
-    return graph_passes(options, collectives=not communicates or may_be_captured(target.device))
+    return (
+        # First, since what it moves to the device needs no boundary.
+        LiftCpuScalars(aten_kernels=options.compiler == "eager"),
+        Partition(
+            unsafe_ops=frozenset(options.unsafe_ops),
+            min_partition_ops=options.min_partition_ops,
+            collectives=not communicates or may_be_captured(target.device),
+        ),
+        # Last, since only now it is known which waits lie elsewhere.
+        JoinCollectives(),
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class GraphBuilder:
     """Makes one graph of a function callable."""
 
@@ -164,14 +176,14 @@ class GraphBuilder:
         plan = whole_plan(len(infos), num_outputs, run, "captured_0", self.visible, made)
         return self._executor(plan, summaries, graph)
 
-    def partitioned(
-        self, gm: fx.GraphModule, context: PassContext, otherwise: Sequence[int] = ()
-    ) -> Boxed:
+    def partitioned(self, gm: fx.GraphModule, otherwise: Sequence[int] = ()) -> Boxed:
         """A graph with the tags of several partitions; it was traced with other inputs than come `otherwise`."""
         as_traced = inputs_as_traced(gm, otherwise)
         if self.compiler.direction == "forward":
             torch_private.report_output_strides(output_strides(gm))
-        outlined = run_passes((Outline(),), gm, context).gm
+        outlined = outline(gm)
+        title = f"graph_{self.compiler.direction}_outlined"
+        tracing.add_text(title, lambda: graph_text(outlined))
         parts = {
             name: module
             for name, module in outlined.named_children()

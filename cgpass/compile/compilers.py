@@ -1,8 +1,7 @@
 """Makes a partition callable: by Inductor, or as the aten operators it consists of."""
 
-import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -23,17 +22,9 @@ class Compiler:
     compiler: Literal["inductor", "eager"]
     direction: Direction
     parameters: frozenset[int] = frozenset()
-    """Outputs of a backward that are gradients of parameters."""
-    whole_graph_settings: tuple[tuple[str, Any], ...] = ()
-    """Arguments of `compile_fx` for the whole graph."""
-
-    def without_input(self, position: int) -> "Compiler":
-        """The compiler of a graph that lost an input."""
-        settings = dict(self.whole_graph_settings)
-        static = settings.get("static_input_idxs")
-        if static is not None:
-            settings["static_input_idxs"] = [i - (i > position) for i in static if i != position]
-        return dataclasses.replace(self, whole_graph_settings=tuple(settings.items()))
+    """Inputs of a forward that are parameters, outputs of a backward that are their gradients."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `compile_fx_inner` for the whole graph."""
 
     @property
     def opaque(self) -> bool:
@@ -45,10 +36,11 @@ class Compiler:
         if self.compiler == "eager":
             return self.eager(gm)
         seeds = seed_positions(gm)
-        settings = dict(self.whole_graph_settings)
         if self.direction == "backward":
             keep_contiguous(gm, self.parameters)
-        return read_on_the_host(torch_private.inductor_inner(gm, example_inputs, **settings), seeds)
+        return read_on_the_host(
+            torch_private.inductor_inner(gm, example_inputs, **self.settings), seeds
+        )
 
     def captured(self, gm: fx.GraphModule, static: Sequence[int]) -> Boxed:
         """Compile a captured partition that returns a tuple; `static` are inputs whose address stays.
@@ -63,7 +55,7 @@ class Compiler:
         ]
         inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
         as_traced = outputs_as_traced(gm)
-        with torch_private.own_tracing_context(inputs):
+        with torch_private.own_tracing_context():
             fn = torch_private.inductor_inner(
                 gm,
                 inputs,

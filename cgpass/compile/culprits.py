@@ -79,16 +79,14 @@ class FailedOperators:
     def add(self, node: fx.Node, why: _Why) -> bool:
         """Add the operator of a node, and have the function compiled again; returns whether it will be."""
         code = None if self._code is None else self._code()
-        if (
-            code is None
-            or self._compile_id is None
-            or self._communicates
-            or not torch_private.compile_again(code, self._compile_id)
-        ):
+        if code is None or self._compile_id is None or self._communicates:
             return False
         known = _known.setdefault(code, _Known())
+        if self._function not in known.replaced:  # else another operator of it failed before
+            if not torch_private.compile_again(code, self._compile_id):
+                return False
+            known.replaced.append(self._function)
         known.operators[_name(node)] = why
-        known.replaced.append(self._function)
         return True
 
 
@@ -117,36 +115,36 @@ class FailedCapture:
         if self.driver is not None:
             with contextlib.suppress(torch.OutOfMemoryError):
                 finding = find_culprit(self.gm, list(self.as_traced(list(args))), self.driver)
-        if finding.culprit is not None:
-            return self._blame(finding.culprit, finding.why, error)
-        if finding.clean and not is_capture_error(error):
+        culprit = finding.culprit
+        if culprit is not None:
+            culprit.meta[PROVEN] = finding.why
+            reason = why_not_capturable(culprit, torch.device("meta"))
+            assert reason is not None
+            why = str(reason)
+        elif finding.clean and not is_capture_error(error):
             raise error  # it comes from neither the partition nor the capture
-        why = first_line(error)
-        self._runs_plainly(Reason("capture", "", why, OTHER_FIXES["capture"], spans(self.gm)))
-        return why, False
-
-    def forget(self) -> None:
-        """See `OnFailure`."""
-        part = PartitionSummary(self.name, True, values.num_ops(self.gm))
-        telemetry.replace_partition(self.graph, part)
-
-    def _blame(self, culprit: fx.Node, found: _Why, error: Exception) -> tuple[str, bool]:
-        culprit.meta[PROVEN] = found
-        reason = why_not_capturable(culprit, torch.device("meta"))
-        assert reason is not None
-        self._runs_plainly(reason)
-        if self.refuses:
-            raise CaptureError(
-                f'{self.what} can\'t be captured as a whole, and on_skip="raise" refuses its calls; with "warn" all but '
-                f"this would be captured: {reason}"
-            ) from error
-        return str(reason), self.operators.add(culprit, found)
-
-    def _runs_plainly(self, reason: Reason) -> None:
+        else:
+            why = first_line(error)
+            reason = Reason("capture", "", why, OTHER_FIXES["capture"], spans(self.gm))
         if self.refuses:
             detail = f'on_skip="raise" refuses its calls: {reason.detail}'
             reason = replace(reason, detail=detail)
-        part = PartitionSummary(self.name, False, values.num_ops(self.gm), (reason,))
+        self._note(captured=False, reasons=(reason,))
+        if culprit is None:
+            return why, False
+        if self.refuses:
+            raise CaptureError(
+                f'{self.what} can\'t be captured as a whole, and on_skip="raise" refuses its calls; with "warn" all but '
+                f"this would be captured: {why}"
+            ) from error
+        return why, self.operators.add(culprit, finding.why)
+
+    def forget(self) -> None:
+        """See `OnFailure`."""
+        self._note(captured=True)
+
+    def _note(self, *, captured: bool, reasons: tuple[Reason, ...] = ()) -> None:
+        part = PartitionSummary(self.name, captured, values.num_ops(self.gm), reasons)
         telemetry.replace_partition(self.graph, part)
 
 

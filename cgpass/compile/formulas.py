@@ -9,6 +9,7 @@ tensors, between captured partitions, and so does the operator itself, which may
 import itertools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,13 +21,14 @@ from torch import fx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from cgpass import torch_private
-from cgpass.compile.facts.ancestry import note_untraceable
+from cgpass.compile.facts.capturability import note_untraceable
 
 log = logging.getLogger(__name__)
 
 
 class _Here(threading.local):
-    compiles = False
+    calls: "list[_Call] | None" = None
+    """Those that were traced in what this thread compiles; None while it compiles nothing."""
 
 
 _here = _Here()
@@ -45,21 +47,24 @@ class _Call:
     """Number of dimensions, dtype and device of each gradient."""
 
 
-_calls: dict[int, _Call] = {}
+_calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
 @contextmanager
-def watched(gm: fx.GraphModule) -> Iterator[None]:
-    """Have formulas of custom operators in Dynamo's graph that can't be traced run as operators inside of the block."""
+def watched(gm: fx.GraphModule, calls: list[Any]) -> Iterator[None]:
+    """Have formulas of custom operators in Dynamo's graph that can't be traced run as operators inside of the block.
+
+    What compiled graphs need of these is added to `calls`, which they must keep alive.
+    """
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             torch_private.wrap_formula(node.target, _watching)
-    before, _here.compiles = _here.compiles, True
+    before, _here.calls = _here.calls, calls
     try:
         yield
     finally:
-        _here.compiles = before
+        _here.calls = before
 
 
 def _watching(
@@ -70,7 +75,7 @@ def _watching(
     def setup_context(ctx: Any, inputs: tuple[Any, ...], **given: Any) -> None:
         if setup is not None:
             setup(ctx=ctx, inputs=inputs, **given)
-        if _here.compiles:
+        if _here.calls is not None:
             ctx._cgpass_inputs = [
                 (tuple(value.shape), value.dtype, value.device)
                 if isinstance(value, torch.Tensor)
@@ -79,7 +84,7 @@ def _watching(
             ]
 
     def backward(ctx: Any, *grads: Any) -> Any:
-        if not _here.compiles:
+        if _here.calls is None:
             return formula(ctx, *grads)
         try:
             with torch_private.no_data_dependence():
@@ -87,13 +92,17 @@ def _watching(
         except Exception as error:  # whatever it is, AOTAutograd would meet it
             log.info("the autograd formula of %s can't be traced: %r", op, error)
         note_untraceable(op)
-        return _called(op, formula, ctx, grads)
+        return _called(op, formula, ctx, grads, _here.calls)
 
     return setup_context, backward
 
 
 def _called(
-    op: torch._ops.OpOverload, formula: Callable[..., Any], ctx: Any, grads: Sequence[Any]
+    op: torch._ops.OpOverload,
+    formula: Callable[..., Any],
+    ctx: Any,
+    grads: Sequence[Any],
+    calls: list[_Call],
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients, by a call of `cgpass::formula`."""
     known = dict(vars(ctx))
@@ -108,7 +117,8 @@ def _called(
         numbers += shape
     number = next(_numbers)
     made = tuple((len(shape), dtype, device) for shape, dtype, device in wanted)
-    _calls[number] = _Call(formula, kept, spec, needs, made)
+    calls.append(_Call(formula, kept, spec, needs, made))
+    _calls[number] = calls[-1]
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     found = iter(torch.ops.cgpass.formula(str(op), number, tensors, list(grads), numbers))
     return tuple(next(found) if need else None for need in needs)

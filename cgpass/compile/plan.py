@@ -1,8 +1,9 @@
 """From an outlined graph to the executor's plan: slots, steps and what each may drop."""
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -21,8 +22,46 @@ Run = Any
 
 
 def build_plan(gm: fx.GraphModule, runs: Mapping[str, Run], visible: frozenset[int]) -> Plan:
-    """Plan the calls of a graph as `Outline` leaves it: `runs` by submodule, `visible` positions of outputs that the user gets."""
-    return _Builder(gm, runs).build(visible)
+    """Plan the calls of a graph as `outline` leaves it: `runs` by submodule, `visible` positions of outputs that the user gets."""
+    slots: dict[fx.Node, int] = {}
+    constants: list[tuple[int, Any]] = []
+    steps: list[Step] = []
+    new_slot = itertools.count().__next__
+
+    def constant(value: Any) -> int:
+        constants.append((new_slot(), value))
+        return constants[-1][0]
+
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    for node in placeholders:
+        slots[node] = new_slot()
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            slots[node] = constant(attribute(gm, str(node.target)))
+        elif node.op == "call_module":
+            name, part = str(node.target), gm.get_submodule(str(node.target))
+            assert isinstance(part, fx.GraphModule)
+            made = outputs_made(part)
+            outputs = tuple(new_slot() for _ in made)
+            slots.update((user, outputs[user.args[1]]) for user in node.users)
+            inputs = tuple(slots[value] for value in node.args)
+            steps.append(Step(name, runs[name], inputs, outputs, made=made))
+        elif node.op == "call_function" and node.target is not operator.getitem:
+            inputs = tuple(slots[value] for value in node.all_input_nodes)
+            slots[node] = new_slot()
+            run = Argument(node.meta["val"].device) if is_argument(node) else _host_step(node)
+            steps.append(Step(node.name, run, inputs, (slots[node],)))
+    results = tuple(
+        slots[value] if isinstance(value, fx.Node) else constant(value)
+        for value in graph_outputs(gm)
+    )
+    needed = {*results, *(slot for slot, _ in constants)}
+    for i, step in reversed([*enumerate(steps)]):  # each drops what no later one reads
+        steps[i] = replace(
+            step, drops=tuple(s for s in dict.fromkeys(step.inputs) if s not in needed)
+        )
+        needed.update(step.inputs)
+    return Plan(len(placeholders), new_slot(), tuple(steps), results, tuple(constants), visible)
 
 
 def whole_plan(
@@ -148,74 +187,3 @@ def _host_step(node: fx.Node) -> Callable[[list[Any]], Sequence[Any]]:
         return (target(*args, **kwargs),)
 
     return run
-
-
-class _Builder:
-    def __init__(self, gm: fx.GraphModule, runs: Mapping[str, Run]) -> None:
-        self._gm = gm
-        self._runs = runs
-        self._slots: dict[fx.Node, int] = {}
-        self._num_slots = 0
-        self._constants: list[tuple[int, Any]] = []
-        self._steps: list[tuple[str, Run, tuple[int, ...], tuple[int, ...], tuple[str, ...]]] = []
-
-    def build(self, visible: frozenset[int]) -> Plan:
-        placeholders = self._gm.graph.find_nodes(op="placeholder")
-        for node in placeholders:
-            self._slots[node] = self._new_slot()
-        for node in self._gm.graph.nodes:
-            if node.op == "get_attr":
-                self._slots[node] = self._constant(attribute(self._gm, str(node.target)))
-            elif node.op == "call_module":
-                self._add_call(node)
-            elif node.op == "call_function" and node.target is not operator.getitem:
-                self._slots[node] = self._new_slot()
-                inputs = tuple(self._slots[n] for n in node.all_input_nodes)
-                device = node.meta["val"].device if is_argument(node) else None
-                run = _host_step(node) if device is None else Argument(device)
-                self._steps.append((node.name, run, inputs, (self._slots[node],), ()))
-        outputs = tuple(
-            self._slots[value] if isinstance(value, fx.Node) else self._constant(value)
-            for value in graph_outputs(self._gm)
-        )
-        return Plan(
-            len(placeholders),
-            self._num_slots,
-            self._with_drops(outputs),
-            outputs,
-            tuple(self._constants),
-            visible,
-        )
-
-    def _new_slot(self) -> int:
-        self._num_slots += 1
-        return self._num_slots - 1
-
-    def _constant(self, value: Any) -> int:
-        slot = self._new_slot()
-        self._constants.append((slot, value))
-        return slot
-
-    def _add_call(self, node: fx.Node) -> None:
-        name = str(node.target)
-        submodule = self._gm.get_submodule(name)
-        assert isinstance(submodule, fx.GraphModule)
-        num_outputs = len(graph_outputs(submodule))
-        slots = tuple(self._new_slot() for _ in range(num_outputs))
-        for user in node.users:
-            position = user.args[1]
-            assert isinstance(position, int)
-            self._slots[user] = slots[position]
-        inputs = tuple(self._slots[value] for value in node.args if isinstance(value, fx.Node))
-        assert len(inputs) == len(node.args)
-        self._steps.append((name, self._runs[name], inputs, slots, outputs_made(submodule)))
-
-    def _with_drops(self, results: Sequence[int]) -> tuple[Step, ...]:
-        """Steps in order, each dropping what neither a later step nor the graph's output reads."""
-        needed = set(results) | {slot for slot, _ in self._constants}
-        steps: list[Step] = []
-        for name, run, inputs, outputs, made in reversed(self._steps):
-            drops = tuple(dict.fromkeys(s for s in inputs if s not in needed))
-            needed.update(inputs)
-            steps.append(Step(name, run, inputs, outputs, drops, made))
-        return tuple(reversed(steps))

@@ -35,55 +35,46 @@ _OF_THE_CALL = ("cudagraphs", "boxed_forward_device_index", "compile_region_name
 
 
 class GraphCache:
-    """Compiles graphs so that AOTAutograd's cache keeps them, and those that it kept; with a compiler called as `compile` is."""
+    """Compiles graphs so that AOTAutograd's cache keeps them, and those that it kept, all of one of Dynamo's graphs."""
 
-    def __init__(self, compile_graph: Callable[..., Boxed]) -> None:
+    def __init__(
+        self,
+        compile_graph: Callable[..., Boxed],
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        options: Options,
+    ) -> None:
         self.key: str | None = None
         """What AOTAutograd's cache is to add to its own key; None where it is to keep nothing."""
         self._compile = compile_graph
-
-    def find_key(self, gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> None:
-        """Set the key for Dynamo's graph, its inputs, fake or real, and what it is compiled with."""
         try:
             self.key = _key(gm, inputs, options)
         except Exception as error:
             log.info("AOTAutograd's cache is left out: %s", error)
 
-    def compile(
-        self,
-        gm: fx.GraphModule,
-        inputs: Sequence[Any],
-        settings: Mapping[str, Any],
-        num_fwd_outputs: int,
-    ) -> Any:
-        """Compile a graph as it is after the split; what is returned is called as `Boxed` is."""
+    def compile(self, gm: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
+        """Compile a graph as it is after the split, as `compile_fx_inner`; what is returned is called as `Boxed` is."""
         if self.key is None:
-            return self._compile(gm, inputs, settings, num_fwd_outputs)
+            return self._compile(gm, inputs, **settings)
         kept = None
         try:
             if torch_private.is_plain(inputs) and all(map(_is_kept, gm.graph.nodes)):
                 lasting = {name: settings[name] for name in settings if name not in _OF_THE_CALL}
-                data = torch_private.pickled(gm, tuple(inputs), lasting, num_fwd_outputs)
-                anew, fakes, *_ = torch_private.unpickled(data)
+                data = torch_private.pickled(gm, tuple(inputs), lasting)
+                anew, fakes, _ = torch_private.unpickled(data)
                 # the backward's saved values are known by their names in the forward
                 if [n.name for n in anew.graph.nodes] == [n.name for n in gm.graph.nodes]:
                     kept, gm, inputs = data, anew, fakes
         except Exception as error:
             log.info("a graph is not kept in AOTAutograd's cache: %s", error)
-        with torch_private.compiled_by_themselves():
-            return torch_private.cached_code(
-                self._compile(gm, inputs, settings, num_fwd_outputs), kept
-            )
+        return torch_private.cached_code(self._compile(gm, inputs, **settings), kept)
 
     def restore(self, kept: bytes, settings: Mapping[str, Any]) -> Boxed:
         """Compile a graph that AOTAutograd's cache kept, with this compilation's own settings."""
         own = {name: value for name, value in settings.items() if name in _OF_THE_CALL}
-        with (
-            Pause(),
-            torch_private.compiled_by_themselves(),
-        ):  # which would look at these many objects again and again
-            gm, inputs, lasting, num_fwd_outputs = torch_private.unpickled(kept)
-            fn = self._compile(gm, inputs, {**lasting, **own}, num_fwd_outputs)
+        with Pause():  # collections would look at these many objects again and again
+            gm, inputs, lasting = torch_private.unpickled(kept)
+            fn = self._compile(gm, inputs, **lasting, **own)
         telemetry.compile_stats.graphs_kept += 1
         return fn
 

@@ -1,19 +1,23 @@
-"""`cgpass.make_graphed_callables`."""
+"""`cgpass.make_graphed_callables`.
 
+Note [Numbers of forwards]
+    There is one forward per callable and microbatch, chunk by chunk, microbatch by microbatch within a chunk, layer by
+    layer within a microbatch. Backwards come as their forwards did. Without an order there is one chunk and one microbatch.
+"""
+
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from cgpass.errors import DriverUnavailableError, GraphedArgumentError
-from cgpass.graphed.around import prepared
+from cgpass.errors import DriverUnavailableError, GraphedArgumentError, ScheduleError
 from cgpass.graphed.binding import Binding
-from cgpass.graphed.callables import GraphedFunction
+from cgpass.graphed.callables import GraphedFunction, prepared
 from cgpass.graphed.modules import Target
 from cgpass.graphed.options import GraphedOptions, run_hook
 from cgpass.graphed.pair import Pair
-from cgpass.graphed.schedule import Schedule, schedule_of
 from cgpass.options import current_defaults
 from cgpass.runtime import native
 from cgpass.runtime.changes import mend, open_modes
@@ -78,7 +82,8 @@ def make_graphed_callables(
         kwargs = _each("sample_kwargs", sample_kwargs, (Mapping,), several, len(args))
     if not fns:
         return ()
-    schedule = schedule_of((1, -1) if given.order is None else given.order, len(fns), len(args))
+    order = (1, -1) if given.order is None else given.order
+    numbers, steps = schedule_of(order, len(fns), len(args))
     hooks = given.capture_time_hooks
     hooks = [None] * len(fns) if hooks is None else hooks
     if len(hooks) != len(fns):
@@ -89,32 +94,83 @@ def make_graphed_callables(
     named = [()] * len(fns)
     if modules or not several:
         named = _each("modules", modules, (tuple, list), several, len(fns))
-    by_module = given.order is None
+    copied = given.order is None
     targets = [
-        Target(fn, named[i], i if several else None, copied=by_module) for i, fn in enumerate(fns)
+        Target(fn, named[i], i if several else None, copied=copied) for i, fn in enumerate(fns)
     ]
     device = _device((args, kwargs), targets)
     bindings = [
         Binding(targets[i].name, tuple(args[number]), kwargs[number], device)
-        for number, i in enumerate(schedule.callables)
+        for number, i in enumerate(numbers)
     ]
     owner = _owner(given, device)  # after all that may refuse
     functions = [
         GraphedFunction(targets[i], binding, hooks[i], given, owner)
-        for i, binding in zip(schedule.callables, bindings, strict=True)
+        for i, binding in zip(numbers, bindings, strict=True)
     ]
     if owner is not None:
-        _record(owner, schedule, functions, given)
-    results: list[Any] = list(functions)
-    for number, i in enumerate(schedule.callables):
-        if by_module and targets[i].is_module:
-            results[number] = targets[i].graphed(functions[number])
+        _record(owner, steps, numbers, functions, given)
+    results = [
+        targets[i].graphed(function) if copied and targets[i].is_module else function
+        for i, function in zip(numbers, functions, strict=True)
+    ]
     return tuple(results) if several else results[0]
+
+
+Step = tuple[bool, int]
+"""True for a forward, and which one it is, or belongs to. See Note [Numbers of forwards]."""
+
+
+def schedule_of(
+    order: Sequence[int], num_callables: int, num_samples: int
+) -> tuple[list[int], list[Step]]:
+    """Which callable each forward runs, and all steps in order, of a pipeline whose chunks have as many callables each.
+
+    Raises:
+        ScheduleError: The order can't be run, or these are not as many callables and samples as it takes.
+    """
+    if not isinstance(order, Sequence) or isinstance(order, str) or not order:
+        raise ScheduleError(
+            "make_graphed_callables: order must be a sequence of chunk numbers, positive for a forward and negative "
+            f"for a backward, got {order!r}."
+        )
+    total = Counter[int]()
+    for position, entry in enumerate(order):
+        why = "a backward before the forward that it belongs to"
+        if type(entry) is not int or not entry:
+            why = "chunks are ints from 1, negative for a backward"
+        elif total[entry] < total[-entry] or entry > 0:
+            total[entry] += 1
+            continue
+        raise ScheduleError(f"make_graphed_callables: order[{position}] is {entry!r}: {why}.")
+    num_chunks, num_microbatches = max(map(abs, order)), total[1]
+    for chunk in range(1, num_chunks + 1):
+        if not total[chunk] == total[-chunk] == num_microbatches:
+            raise ScheduleError(
+                f"make_graphed_callables: order has {total[chunk]} forwards and {total[-chunk]} backwards of chunk {chunk}, "
+                f"{num_microbatches} forwards of chunk 1. Every chunk runs every microbatch, and chunks are numbered without gaps."
+            )
+    layers, rest = divmod(num_callables, num_chunks)
+    if rest or num_samples != num_callables * num_microbatches:
+        raise ScheduleError(
+            f"make_graphed_callables: {num_callables} callables, but {num_samples} samples, for {num_chunks} chunks and "
+            f"{num_microbatches} microbatches. Give as many callables for each chunk, and a sample for each microbatch of "
+            "each callable."
+        )
+    per_chunk, done = layers * num_microbatches, Counter[int]()
+    steps: list[Step] = []
+    for entry in order:
+        first = (abs(entry) - 1) * per_chunk + done[entry] * layers
+        numbers = range(first, first + layers)
+        steps += [(entry > 0, n) for n in (numbers if entry > 0 else reversed(numbers))]
+        done[entry] += 1
+    return [n // per_chunk * layers + n % layers for n in range(num_samples)], steps
 
 
 def _record(
     owner: Owner,
-    schedule: Schedule,
+    steps: Sequence[Step],
+    numbers: Sequence[int],
     functions: list[GraphedFunction],
     options: GraphedOptions,
 ) -> None:
@@ -126,20 +182,19 @@ def _record(
     held: dict[int, tuple[Any, ...]] = {}
     grads: dict[int, Any] = {}
     try:
-        with prepared(options, owner.driver.device), owner.lock, torch.no_grad():
+        with prepared(options, owner.driver.device), owner.lock:
             pairs = [Pair(d, owner, None if d.makes_weight_grads else 0) for d in functions]
             run_hook(options.warmup_hooks, "pre_warmup")
-            for number in [number for is_forward, number in schedule.steps if is_forward]:
-                d, states = functions[number], pairs[number].states
-                d.warm_up(owner.driver, states, options.num_warmup_iters, pool=True)
+            for number in [number for is_forward, number in steps if is_forward]:
+                pairs[number].warm_up(options.num_warmup_iters, in_pool=True)
             run_hook(options.warmup_hooks, "post_warmup")
-            for is_forward, number in schedule.steps:
+            for is_forward, number in steps:
                 if is_forward:
                     held[number] = pairs[number].record_forward()
                     continue
                 if pairs[number].graph.with_grad:
                     found = grads[-1] = pairs[number].record_backward(*held[number])
-                    grads.setdefault(schedule.callables[number], found)
+                    grads.setdefault(numbers[number], found)
                 del held[number]
             for function, pair in zip(functions, pairs, strict=True):
                 function.add(pair)

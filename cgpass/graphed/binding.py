@@ -48,15 +48,11 @@ class Binding:
         self._may_require_grad = bytes([t.requires_grad for t in tensors])
         self._firsts = firsts(tensors)
         self._distinct = sorted(set(self._firsts))
-        self._repeats = [(i, first) for i, first in enumerate(self._firsts) if i != first]
         self.samples = [_dense(tensors[i]) for i in self._distinct]
         """The sample's tensors, each once, each element in a place of its own."""
         self.requires_grad = [sample.requires_grad for sample in self.samples]
-
-    @property
-    def names(self) -> list[str]:
-        """Return what the user calls the tensors, each in the first of its places."""
-        return [self._names[self._places[number]] for number in self._distinct]
+        self.names = [self._names[self._places[number]] for number in self._distinct]
+        """What the user calls them, each in the first of its places."""
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
         """The tensors of a call, in the order of `samples`; None where other ones are one tensor than in the sample.
@@ -67,12 +63,9 @@ class Binding:
         tensors = self._tensors(args, kwargs)
         if not fast.fits(tensors, self._likes, self._may_require_grad):
             raise self._misfit(tensors)
-        for i, first in self._repeats:
-            if tensors[i] is not tensors[first]:
-                return None
-        if len(tensors) > 1 and len(set(map(id, tensors))) != len(self._distinct):
+        if len(tensors) > 1 and firsts(tensors) != self._firsts:
             return None
-        return [tensors[i] for i in self._distinct] if self._repeats else tensors
+        return [tensors[i] for i in self._distinct]
 
     def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """Return what is in the places of the sample's tensors."""
@@ -103,12 +96,12 @@ class Binding:
         return pytree.tree_unflatten(leaves, self._spec)
 
     def _misfit(self, tensors: Sequence[Any]) -> InputError:
-        like = enumerate(zip(tensors, self._likes, self._may_require_grad, strict=True))
-        i, (tensor, expected, requires_grad) = next(
-            (i, each) for i, each in like if not fast.fits([each[0]], [each[1]], bytes([each[2]]))
+        like = zip(self._places, tensors, self._likes, self._may_require_grad, strict=True)
+        i, tensor, expected, requires_grad = next(
+            each for each in like if not fast.fits([each[1]], [each[2]], bytes([each[3]]))
         )
         return InputError(
-            f"{self._name}: {self._names[self._places[i]]} was {_described(expected, requires_grad)} in the sample, now it "
+            f"{self._name}: {self._names[i]} was {_described(expected, requires_grad)} in the sample, now it "
             f"is {_described(tensor, getattr(tensor, 'requires_grad', False))}. Convert it, or record a callable with such a sample too."
         )
 
@@ -116,26 +109,27 @@ class Binding:
 def _described(value: Any, requires_grad: int) -> str:
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__}"
-    kind = "nested" if value.is_nested else str(value.layout)
-    text = f"{list(value.shape)} {value.dtype} on {value.device}" if kind == _DENSE else kind
+    is_plain = value.layout is torch.strided and not value.is_nested
+    text = f"{list(value.shape)} {value.dtype} on {value.device}" if is_plain else str(value.layout)
     return f"{text} with requires_grad=True" if requires_grad else text
 
 
-_DENSE = str(torch.strided)
-
-
 def _dense(sample: torch.Tensor) -> torch.Tensor:
-    if not (
-        overlaps_itself(sample) or sample.is_conj() or sample.is_neg() or sample.is_inference()
-    ):
+    is_lazy = sample.is_conj() or sample.is_neg() or sample.is_inference()
+    if not is_lazy and not overlaps_itself(sample):
         return sample
     with torch.inference_mode(False), torch.no_grad():
-        dense = sample.resolve_conj().resolve_neg().contiguous()
-        dense = torch.empty_like(dense).copy_(dense)
+        dense = torch.empty_like(sample, memory_format=torch.contiguous_format).copy_(sample)
+    return like_leaf(sample, dense, sample.requires_grad)
+
+
+def like_leaf(sample: torch.Tensor, data: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """Return a leaf of autograd with other memory, and otherwise what Python code sees of a sample."""
+    leaf = data.detach()
     if type(sample) is torch.nn.Parameter:
-        dense = torch.nn.Parameter(dense, sample.requires_grad)
-    vars(dense).update(vars(sample))
-    return dense.requires_grad_(sample.requires_grad)
+        leaf = torch.nn.Parameter(leaf, requires_grad)
+    vars(leaf).update(vars(sample))
+    return leaf.requires_grad_(requires_grad)
 
 
 def _flattened(
@@ -153,6 +147,10 @@ def _names(args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int) -> list
     roots = {"[0]": "args", "[1]": "kwargs"}
     paths = [(pytree.keystr(path[:1]), pytree.keystr(path[1:])) for path, _ in pairs]
     return [roots[root] + rest for root, rest in paths]
+
+
+_OPAQUE = (bool, int, float, complex, str, bytes)
+"""Classes of results that may be others in each run; the recorded run's are returned."""
 
 
 class OutputStructure:
@@ -173,6 +171,13 @@ class OutputStructure:
     def is_like(self, other: "OutputStructure") -> bool:
         """Tell whether tensors are in the same places among as many leaves; these and the nodes may be others."""
         return self._places == other._places and len(self._leaves) == len(other._leaves)
+
+    def made_anew(self, before: "OutputStructure") -> str | None:
+        """The class of something that is no tensor and not what the run before had there; None if there is none."""
+        for now, then in zip(self._leaves, before._leaves, strict=True):
+            if not isinstance(now, _OPAQUE) and not equal(now, then):
+                return type(now).__name__
+        return None
 
     def build(self, tensors: Sequence[torch.Tensor]) -> Any:
         """A result with these tensors."""

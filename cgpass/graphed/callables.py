@@ -2,40 +2,50 @@
 
 import contextlib
 import logging
-import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
 from cgpass.errors import CaptureError, GraphedArgumentError
-from cgpass.graphed.around import in_place, no_autocast_cache, prepared
-from cgpass.graphed.binding import Binding, OutputStructure, equal
-from cgpass.graphed.differentiated import Differentiated
+from cgpass.graphed.binding import Binding, OutputStructure
 from cgpass.graphed.modules import Statics, Target
 from cgpass.graphed.options import GraphedOptions, Hooks, run_hook
-from cgpass.graphed.pair import Pair
-from cgpass.recompute.states import CheckpointStates
+from cgpass.graphed.pair import Call, Pair
 from cgpass.runtime import fast
 from cgpass.runtime.changes import mend, open_modes
-from cgpass.runtime.driver import GraphDriver
+from cgpass.runtime.failures import random_state_kept
 from cgpass.runtime.owner import Owner
 from cgpass.telemetry import new_call_stats
 
 log = logging.getLogger(__name__)
 
-_OPAQUE = (torch.Tensor, bool, int, float, complex, str, bytes)
+Key = tuple[bytes, bytes]
+"""Where parameters and buffers lie, and which of them require grad."""
 
-Key = tuple[Statics, bytes, bytes]
-"""Where parameters and buffers are found, where they lie, and which of them require grad."""
+
+@contextlib.contextmanager
+def prepared(options: GraphedOptions, device: torch.device) -> Iterator[None]:
+    """A block for warm-ups and captures, after which random number states are as before."""
+    tracker = options.rng_tracker
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autograd.set_detect_anomaly(False),  # which would read data in a capture
+        torch_private.no_parametrize_cache(),  # which would keep a weight that a warm-up computed, and its graph
+        torch_private.no_outer_saved_tensors_hooks(),  # a checkpoint's, which expects what a replay saves
+        random_state_kept(device, [] if tracker is None else list(tracker.generators.values())),
+    ):
+        yield
 
 
 class GraphedFunction:
     """Runs one callable from its recordings, or without a graph where that would be wrong: see `_why_plain`."""
+
+    statics: Statics
 
     def __init__(
         self,
@@ -59,21 +69,21 @@ class GraphedFunction:
         self.structure: OutputStructure | None = None
         """Of the last run's result."""
         self.keeps_inputs = False
-        """See `Differentiated.keeps_inputs`."""
-        self.due: deque[Any] = deque()
+        """True if something keeps arguments that does not tell."""
+        self.due: deque[Call] = deque()
         """Calls whose backward ran, but not yet what was split off, oldest first."""
         self._target, self._owner = target, owner
-        self._objects: list[Any] | None = None
         self._told: set[str] = set()
         self._pairs: dict[Key, list[Pair]] = {}
         self._num_rerecords = 0
         self._settings = self._settings_now()
-        self._find_statics()
+        self.find_statics()
         if owner is not None:
             owner.add(SimpleNamespace(close=self._free, forget_recordings=self._free))
 
-    def _find_statics(self) -> None:
+    def find_statics(self) -> None:
         """Look for parameters and buffers, once more when modules have other members than they had."""
+        self._close_pairs()
         self.statics = self._target.statics(self.binding.device)
 
     def run_hook(self, name: str, *args: Any) -> None:
@@ -88,7 +98,7 @@ class GraphedFunction:
 
     def add(self, pair: Pair) -> None:
         """Take a recording."""
-        key = pair.statics, pair.key, fast.requiring_grad(pair.statics.now())
+        key = pair.key, fast.requiring_grad(self.statics.now())
         self._pairs.setdefault(key, []).append(pair)
 
     # ---- a call
@@ -117,8 +127,6 @@ class GraphedFunction:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         owner = self._owner
         self.stats.calls += 1
-        if owner is not None:
-            owner.mend()
         if owner is None or owner.closed or owner.driver.is_capturing():
             return self._run_plainly(None, args, kwargs)
         why = self._why_plain()
@@ -127,7 +135,7 @@ class GraphedFunction:
             why = why or "other arguments are one tensor than in the sample"
             return self._run_plainly(why, args, kwargs)
         with owner.lock:
-            owner.driver.enter_call()
+            owner.enter_call()
             pair, members = self._pair(owner)
             why = "it was recorded again more often than max_rerecords, or parameters are computed"
             if pair is not None:
@@ -144,7 +152,6 @@ class GraphedFunction:
 
     def _why_plain(self) -> str | None:
         """Why a call can't be replayed with settings and modules as they are; None if it can."""
-        statics = self.statics
         if _is_watched():
             return "a transform, a tracer or a dispatch mode, which would not see a replay, is on"
         if self._settings_now() != self._settings:
@@ -152,27 +159,23 @@ class GraphedFunction:
         if torch.is_grad_enabled() and not self.with_grad:
             return "it was recorded under torch.no_grad()"
         if not self._pairs:
-            self._find_statics()
-        elif not statics.unchanged():
-            return (
-                f"{statics.changes()} changed since it was recorded (reset() has it recorded again)"
-            )
+            self.find_statics()
+        elif not self.statics.unchanged():
+            changes = self.statics.changes()
+            return f"{changes} changed since it was recorded (reset() has it recorded again)"
         return None
 
     def _pair(self, owner: Owner) -> tuple[Pair | None, list[torch.Tensor]]:
         """The pair to be replayed, and parameters and buffers as they are."""
-        statics = self.statics
         try:
-            now = statics.now()
-            key = statics, fast.layouts(now), fast.requiring_grad(now)
+            now = self.statics.now()
+            key = fast.layouts(now), fast.requiring_grad(now)
         except (KeyError, TypeError, AttributeError):  # one was removed
             return None, []
         pairs = self._pairs.get(key, [])
         pair = next((each for each in pairs if each.is_free()), None)
         if pair is None:
             pair = self._record_again(owner, key, held=bool(pairs))
-        elif not owner.is_safe(pair.forward):
-            owner.rescue(pair.forward)
         return pair, now if pair is None else pair.take(now)
 
     def _run_plainly(self, why: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -185,10 +188,10 @@ class GraphedFunction:
 
     def _record_again(self, owner: Owner, key: Key, *, held: bool) -> Pair | None:
         """Record for parameters elsewhere, or beside what a pending call needs; None if that can't be."""
-        again = bool(self._pairs)
+        statics, again = self.statics, bool(self._pairs)
         if again:
             # Parameters that are computed in each call (functional_call) lie elsewhere each time.
-            is_computed = any(t.grad_fn is not None for t in key[0].now())
+            is_computed = any(t.grad_fn is not None for t in statics.now())
             if self._num_rerecords >= self.options.max_rerecords or is_computed:
                 return None
             self._num_rerecords += 1
@@ -198,10 +201,10 @@ class GraphedFunction:
             log.info("%s records again (%d): %s", self.name, self._num_rerecords, why)
         pair = Pair(self, owner)
         owner.driver.prepare_thread()
-        hooked = in_place(key[0]) if self.hooks else contextlib.nullcontext()
+        hooked = statics.left_in_place() if self.hooks else contextlib.nullcontext()
         try:
-            with hooked, prepared(self.options, owner.driver.device), torch.no_grad():
-                self.warm_up(owner.driver, pair.states, 1, pool=False)
+            with hooked, prepared(self.options, owner.driver.device):
+                pair.warm_up(1, in_pool=False)
                 pair.record()
         except BaseException as error:
             pair.close()
@@ -212,121 +215,38 @@ class GraphedFunction:
             return None
         self.add(pair)
         # Hooks may move parameters: where they had them, this call's own may never be.
-        same = pair.statics is key[0] and pair.key == key[1] == fast.layouts(key[0].now())
+        same = statics is self.statics and pair.key == key[0] == fast.layouts(statics.now())
         return pair if same or not again else None
-
-    # ---- warm-ups
-
-    def warm_up(
-        self, driver: GraphDriver, states: CheckpointStates, iterations: int, *, pool: bool
-    ) -> None:
-        """Run forward and backward on copies, and note what they do; in the pool, if nothing was recorded there yet."""
-        run = driver.warm_up if pool else lambda fn, args: fn(args)
-        number, self._objects, self.structure = 0, None, None
-        while number < iterations:
-            number += 1
-            strangers = self._warm_up_once(run, states)
-            self.stats.warmups += 1
-            if self.statics.unchanged():
-                self._refuse([leaf for ref in strangers if (leaf := ref()) is not None])
-            else:  # by a first call
-                self._find_statics()
-                iterations = max(iterations, 2)
-
-    def _warm_up_once(
-        self, run: Callable[..., Any], states: CheckpointStates
-    ) -> list[weakref.ref[torch.Tensor]]:
-        """Returns leaves that are neither arguments nor parameters."""
-        samples = [sample.detach().clone() for sample in self.binding.samples]
-        args, kwargs = self.binding.call(samples)
-        self.run_hook("pre_forward", args, kwargs)
-        members = [t.detach().clone() for t in self.statics.distinct()]
-        graph = Differentiated(self, warms_up=True)
-
-        def forward(_: list[Any]) -> list[Any]:
-            with no_autocast_cache(), states:
-                return graph.forward(samples, members)
-
-        outputs = run(forward, [])
-        self.note_result(graph.result)
-        assert self.structure is not None
-        for i in graph.written:
-            if i < len(samples) and self.binding.requires_grad[i]:
-                raise self._refusal(
-                    f"writes {self._name_of(i)} in place, which requires grad. Have it write a copy"
-                )
-        saved = graph.separate()
-        self.keeps_inputs |= graph.keeps_inputs
-        strangers = [weakref.ref(leaf) for leaf in graph.strangers]
-        graph.strangers.clear()
-        self.run_hook("forward", args, kwargs, self.structure.build(outputs))
-        if not graph.with_grad:
-            return strangers
-        self.run_hook("pre_backward")
-        wanted = [i for i, leaf in enumerate(graph.leaves) if leaf.requires_grad]
-        given = [torch.zeros_like(outputs[i]) for i in graph.with_grad]
-        del outputs
-
-        def backward(_: list[Any]) -> list[Any]:
-            with no_autocast_cache():
-                return graph.backward(saved, given, members, wanted)
-
-        for i, grad in zip(wanted, run(backward, []), strict=True):
-            if grad is not None and grad.layout is not torch.strided:
-                raise self._refusal(
-                    f"gives {self._name_of(i)} a gradient of layout {grad.layout}. Have it make dense ones"
-                )
-        if self.makes_weight_grads is not None:
-            graph.weight_grads(self.makes_weight_grads, members)
-        self.run_hook("backward")
-        return strangers
-
-    # ---- results
 
     def note_result(self, result: Any) -> None:
         """Look at a result: each call gets one made as this."""
         structure, before = OutputStructure(result), self.structure
-        if before is not None and not structure.is_like(before):
-            raise self._refusal(
-                "returned another structure than in the run before. What it returns may not depend on how often it ran"
-            )
-        found = [leaf for leaf in pytree.tree_leaves(result) if not isinstance(leaf, _OPAQUE)]
-        for now, then in zip(found, self._objects or found, strict=False):
-            if not equal(now, then):
-                raise self._refusal(
-                    f"returns a {type(now).__name__} that it makes anew in each run and that is no pytree node. Return "
-                    "the tensors themselves, or register the class (torch.utils._pytree.register_dataclass)"
+        if before is not None:
+            if not structure.is_like(before):
+                raise self.refusal(
+                    "returned another structure than in the run before. What it returns may not depend on how often it ran"
                 )
-        self.structure, self._objects = structure, found
+            made = structure.made_anew(before)
+            if made is not None:
+                raise self.refusal(
+                    f"returns a {made} that it makes anew in each run and that is no pytree node. Return the tensors "
+                    "themselves, or register the class (torch.utils._pytree.register_dataclass)"
+                )
+        self.structure = structure
 
-    # ---- refusals
-
-    def _refusal(self, why: str) -> GraphedArgumentError:
+    def refusal(self, why: str) -> GraphedArgumentError:
+        """Return what is raised where it can't be recorded."""
         return GraphedArgumentError(f"make_graphed_callables: {self.name} {why}.")
-
-    def _name_of(self, leaf: int) -> str:
-        """Return what the user calls an argument, or a parameter after them."""
-        names = self.binding.names
-        named = [f"parameter {name}" for name in self.statics.distinct_names()]
-        return [*names, *named][leaf]
-
-    def _refuse(self, strangers: list[torch.Tensor]) -> None:
-        """Refuse what is used and not named; a leaf without elements the run may have made."""
-        own = set(map(id, self.statics.now()))
-        for leaf in strangers:
-            if id(leaf) in own or leaf.numel():
-                raise self._refusal(
-                    f"uses a tensor of shape {list(leaf.shape)} that requires grad and is neither an argument nor read as "
-                    "an attribute of its modules. Name the module that has it, as in make_graphed_callables(fn, "
-                    "sample_args, modules=(model,)), and read it there, or pass it as an argument"
-                )
 
     # ---- end
 
-    def _free(self) -> None:
+    def _close_pairs(self) -> None:
         for pair in [pair for pairs in self._pairs.values() for pair in pairs]:
             pair.close()
         self._pairs.clear()
+
+    def _free(self) -> None:
+        self._close_pairs()
         self._num_rerecords = 0
         self._told.clear()
 
@@ -345,28 +265,22 @@ class GraphedFunction:
         """Copies and pickles are of the callable alone."""
         return _itself, (self.ungraphed,)
 
-    @property
-    def splits_backward(self) -> bool:
-        """True if the callable computes its weights' gradients apart."""
-        return self.makes_weight_grads is not None
-
     def backward_dw(self) -> None:
         """Make what the oldest backward that lacks it left out: the weights' gradients, added to their `.grad`.
 
         A backward that ran without a graph is the callable's own to complete.
         """
-        due = self.due
-        if due:
-            call = due.popleft()
+        if self.due:
+            call = self.due.popleft()
+            assert call.pair is not None
             call.pair.run_weight_grads(call)
-        else:
-            assert self.makes_weight_grads is not None
+        elif self.makes_weight_grads is not None:
             self.makes_weight_grads()
 
 
 @torch_private.outside_dynamo
 def _outside_dynamo(fn: GraphedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return fn._call(args, kwargs)
+    return fn(*args, **kwargs)
 
 
 def _is_watched() -> bool:

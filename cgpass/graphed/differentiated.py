@@ -18,27 +18,28 @@ Note [A backward with explicit saved tensors]
     after a capture (`keeps_memory`). A replay would overwrite it: such a recording serves one call at a time.
 """
 
+import contextlib
+import functools
+import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
-from cgpass.errors import GraphedArgumentError
+from cgpass.graphed.binding import like_leaf
 from cgpass.recompute.checkpointed import Checkpoint
 from cgpass.runtime.changes import Mode
 from cgpass.runtime.inputs import layout_of
 from cgpass.runtime.writes import has_place
 
 if TYPE_CHECKING:
-    from cgpass.graphed.binding import Binding
+    from cgpass.graphed.callables import GraphedFunction
     from cgpass.graphed.modules import Statics
 
-_MANY = 1 << 40
-"""How often code in Python may ask for what it saved."""
 _REENTRANT = "CheckpointFunctionBackward"
 """Nodes of torch's checkpoints that are no hooks of saved tensors."""
 
@@ -46,19 +47,19 @@ _REENTRANT = "CheckpointFunctionBackward"
 class Differentiated:
     """One run of a callable under autograd, and its backward as a function."""
 
-    def __init__(self, d: Any, *, warms_up: bool = False) -> None:
-        """Describe a run of `d`, a `GraphedFunction`. See Note [A backward with explicit saved tensors]."""
-        self._run = d.ungraphed
-        self._name = d.name
-        self._binding: Binding = d.binding
-        self._statics: Statics = d.statics
-        self._with_grad = d.with_grad
-        self._warms_up = warms_up
-        self._stand_ins = [_like(t, t.new_empty(0), t.requires_grad) for t in d.statics.distinct()]
+    def __init__(self, d: "GraphedFunction", *, warms_up: bool) -> None:
+        """Describe a run. See Note [A backward with explicit saved tensors]."""
+        self._d, self._warms_up = d, warms_up
+        self._stand_ins = [
+            like_leaf(t, t.new_empty(0), t.requires_grad) for t in d.statics.distinct()
+        ]
+        self.num_members = len(self._stand_ins)
+        """Number of parameters and buffers."""
         self._inputs: list[torch.Tensor] = []
         self._saved: list[torch.Tensor | None] = []
-        self._left: list[int] = []
-        self._uses: list[int] = []
+        self._left: list[float] = []
+        self._uses: list[float] = []
+        """How often each saved tensor is asked for, infinitely often by code in Python."""
         self._edges: list[Any] = []
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """Of autograd functions in the graph, and as the forward left them: a backward may let go of what it read."""
@@ -69,18 +70,11 @@ class Differentiated:
         self.read: set[int] = set()
         """Parameters and buffers that the graph saved as they are."""
         self.reached: set[int] = set()
-        """Of `leaves`, those that the graph leads to, with a gradient or without one."""
-        self.keeps_inputs: bool = d.keeps_inputs
-        """True if something keeps arguments that does not tell."""
-        self.keeps_memory = False
-        """True if something keeps memory of the pool that does not tell."""
-        self.strangers: list[torch.Tensor] = []
-        """Leaves that are neither arguments nor parameters."""
+        """Of `_leaves()`, those that the graph leads to."""
         self.written: set[int] = set()
         """Inputs and, after them, parameters and buffers that the forward wrote."""
 
-    @property
-    def leaves(self) -> list[torch.Tensor]:
+    def _leaves(self) -> list[torch.Tensor]:
         """Return what may get a gradient: arguments, then parameters and buffers."""
         return [*self._inputs, *self._stand_ins]
 
@@ -88,26 +82,34 @@ class Differentiated:
 
     def forward(self, inputs: Sequence[torch.Tensor], members: Sequence[torch.Tensor]) -> list[Any]:
         """Run the callable on inputs, members lying where they are told; returns its result's tensors without a history."""
+        d, binding = self._d, self._d.binding
         # with counters of their own: what an autograd function in C++ saved is not checked against copies of later calls
         places = [t.clone() if self._warms_up else t.data for t in inputs]
-        self._inputs = list(map(_like, self._binding.samples, places, self._binding.requires_grad))
+        self._inputs = list(map(like_leaf, binding.samples, places, binding.requires_grad))
         del places
-        versions = [t._version for t in self.leaves]
-        args, kwargs = self._binding.call(self._inputs)
+        versions = [t._version for t in self._leaves()]
+        args, kwargs = binding.call(self._inputs)
+        self._first_node = torch_private.next_number()
         with (
-            _Placed(self._statics, self._stand_ins, members),
-            torch.set_grad_enabled(self._with_grad),
+            no_autocast_cache(),
+            self._placed(members),
+            torch.set_grad_enabled(d.with_grad),
         ):
-            self.result = self._run(*args, **kwargs)
+            self.result = d.ungraphed(*args, **kwargs)
             leaves = pytree.tree_leaves(self.result)
             outputs = list({id(t): t for t in leaves if isinstance(t, torch.Tensor)}.values())
             given = [out.detach() for out in outputs]
-        now = [t._version for t in self.leaves]
-        self.written = {i for i, version in enumerate(versions) if now[i] != version}
+        for i, leaf in enumerate(self._leaves()):
+            if leaf._version != versions[i]:
+                self.written.add(i)
         for i in self.written.intersection(range(len(inputs))):
+            if binding.requires_grad[i]:
+                raise d.refusal(
+                    f"writes {binding.names[i]} in place, which requires grad. Have it write a copy"
+                )
             torch.autograd.graph.increment_version(inputs[i])
-        with_grad = [i for i, out in enumerate(outputs) if out.requires_grad]
-        self.with_grad = with_grad if self._with_grad else []
+        if d.with_grad:
+            self.with_grad = [i for i, out in enumerate(outputs) if out.requires_grad]
         self._edges = [torch.autograd.graph.get_gradient_edge(outputs[i]) for i in self.with_grad]
         return given
 
@@ -127,34 +129,38 @@ class Differentiated:
             if id(tensor) in numbers:
                 self.read.add(numbers[id(tensor)])
             elif self._can_be_taken(tensor):
-                found.append((each, isinstance(node, torch.autograd.function.FunctionCtx)))
+                uses = math.inf if isinstance(node, torch.autograd.function.FunctionCtx) else 1
+                found.append((each, uses))
                 places.add(tensor.untyped_storage()._cdata)
-        tensor = node = self.result = None
-        inputs = [t for t in self._inputs if t.untyped_storage()._cdata in places]
-        packing = _Packing(
-            {t.untyped_storage()._cdata: t.detach().clone().untyped_storage() for t in inputs}
-        )
+        tensor = node = each = self.result = None
+        copies = {
+            t.untyped_storage()._cdata: t.detach().clone().untyped_storage()
+            for t in self._inputs
+            if t.untyped_storage()._cdata in places
+        }
+        slots: dict[Any, int] = {}
+        saved: list[torch.Tensor] = []
+        unpack = weakref.WeakMethod(self._unpack)  # the graph is held by this, and does not hold it
         with torch.no_grad(), torch_private.without_modes():  # which would see numbers as such
-            for each, is_python in found:
-                packing.num_uses = _MANY if is_python else 1
-                each.register_hooks(packing.pack, _unpack_of(self))
-        saved, packing.saved, packing.copies = packing.saved, [], {}  # the graph holds its hooks
-        self._uses = packing.uses
-        del inputs
-        found.clear()
-        each = None
-        if self._warms_up:
-            self.keeps_inputs = is_opaque or _are_kept(self._inputs)
-        return saved
+            while found:
+                each, uses = found.pop(0)
+                pack = functools.partial(_pack, self._uses, uses, copies, slots, saved)
+                each.register_hooks(pack, lambda slot: unpack()(slot))  # pyrefly: ignore
+        each, taken = None, saved.copy()
+        saved.clear()  # the graph holds what packs
+        copies.clear()
+        if self._warms_up and (is_opaque or _are_kept(self._inputs)):
+            self._d.keeps_inputs = True
+        return taken
 
     def _can_be_taken(self, tensor: Any) -> bool:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or _is_memoryless(tensor):
             return False
-        return tensor.device == self._binding.device
+        return tensor.device == self._d.binding.device
 
     def _saved_tensors(self) -> Iterator[tuple[Any, Any]]:
         """Nodes with what they saved, also to recompute from."""
-        known = {id(t): i for i, t in enumerate(self.leaves)}
+        known = {id(t): i for i, t in enumerate(self._leaves())}
         seen: set[Any] = {None}
         open_ = [edge.node for edge in self._edges]
         while open_:
@@ -162,11 +168,7 @@ class Differentiated:
             if node in seen:
                 continue
             seen.add(node)
-            variable = getattr(node, "variable", None)
-            if id(variable) in known:
-                self.reached.add(known[id(variable)])
-            elif variable is not None:
-                self.strangers.append(variable)
+            self._check_node(node, known)
             if isinstance(node, torch.autograd.function.FunctionCtx):
                 self._attributes.append((vars(node), dict(vars(node))))
             open_ += [following for following, _ in node.next_functions]
@@ -177,6 +179,23 @@ class Differentiated:
                 else:
                     open_.append(checkpoint.keeper)
 
+    def _check_node(self, node: Any, known: dict[int, int]) -> None:
+        """Note a leaf; refuse what is of another graph, before that is changed. The run may make an empty leaf."""
+        d, variable = self._d, getattr(node, "variable", None)
+        if torch_private.number_of(node) < self._first_node:
+            raise d.refusal(
+                f"uses a result of {node.name()} that requires grad and was made outside of it. Pass it as an argument, or "
+                "detach it"
+            )
+        if id(variable) in known:
+            self.reached.add(known[id(variable)])
+        elif variable is not None and variable.numel() and d.statics.unchanged():
+            raise d.refusal(
+                f"uses a tensor of shape {list(variable.shape)} that requires grad and is neither an argument nor read as "
+                "an attribute of its modules. Name the module that has it, as in make_graphed_callables(fn, "
+                "sample_args, modules=(model,)), and read it there, or pass it as an argument"
+            )
+
     def _saved_on(self, node: Any) -> Iterator[tuple[Any, Checkpoint | None]]:
         """What a node saved; or the checkpoint that recomputes it."""
         saved = list(torch_private.saved_on(node))
@@ -185,9 +204,8 @@ class Differentiated:
             torch_private.check_versions(node)
         modules = {getattr(hook, "__module__", None) for hook in hooks}
         if "torch.utils.checkpoint" in modules or node.name() == _REENTRANT:
-            raise GraphedArgumentError(
-                f"make_graphed_callables: {self._name} has a torch.utils.checkpoint in it, which can't recompute in a graph. "
-                "Use cgpass.checkpoint, which can."
+            raise self._d.refusal(
+                "has a torch.utils.checkpoint in it, which can't recompute in a graph. Use cgpass.checkpoint, which can"
             )
         for each, hook in zip(saved, hooks, strict=True):
             checkpoint = getattr(hook, "__self__", None)
@@ -196,7 +214,7 @@ class Differentiated:
             elif hook is None:
                 yield each, None
 
-    def unpack(self, slot: Any) -> torch.Tensor:
+    def _unpack(self, slot: Any) -> torch.Tensor:
         """The saved tensor that a number stands for."""
         if isinstance(slot, torch.Tensor):
             return slot
@@ -216,7 +234,7 @@ class Differentiated:
         members: Sequence[torch.Tensor],
         wanted: Sequence[int],
     ) -> list[torch.Tensor | None]:
-        """Gradients of some of `leaves`, or None, as outside of `torch.autocast`, each in memory of its own.
+        """Gradients of some of `_leaves()`, or None, as outside of `torch.autocast`, each in memory of its own.
 
         The lists are emptied.
         """
@@ -225,36 +243,54 @@ class Differentiated:
         self._saved, self._left = list(saved), list(self._uses)
         known = [*saved, *grads, *members]
         taken = {t.untyped_storage().data_ptr() for t in known if has_place(t)}
-        given = list(grads)
+        given, leaves = list(grads), self._leaves()
         del known
         saved.clear()
         grads.clear()
-        leaves = [self.leaves[i] for i in wanted]
-        if not leaves:
+        if not wanted:
             return []
         try:
-            with _Placed(self._statics, self._stand_ins, members), self._no_autocast():
+            with no_autocast_cache(), self._placed(members), self._no_autocast():
                 found = torch.autograd.grad(
-                    self._edges, leaves, given, retain_graph=True, allow_unused=True
+                    self._edges,
+                    [leaves[i] for i in wanted],
+                    given,
+                    retain_graph=True,
+                    allow_unused=True,
                 )
         finally:
             self._saved = []
+        layouts = {grad.layout for grad in found if grad is not None} - {torch.strided}
+        if layouts:
+            raise self._d.refusal(
+                f"has gradients of layout {layouts.pop()}. Have it make dense ones"
+            )
         return _apart(found, taken)
 
-    def _no_autocast(self) -> torch.autocast:
-        return torch.autocast(self._binding.device.type, enabled=False)
+    def _placed(self, members: Sequence[torch.Tensor]) -> "_Placed":
+        return _Placed(self._d.statics, self._stand_ins, members)
 
-    def weight_grads(
-        self, make: Callable[[], Any], members: Sequence[torch.Tensor]
-    ) -> dict[int, torch.Tensor]:
+    def _no_autocast(self) -> torch.autocast:
+        return torch.autocast(self._d.binding.device.type, enabled=False)
+
+    def weight_grads(self, members: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Gradients that the backward left out, by position among the members, as `backward_dw` makes them."""
-        placed = _Placed(self._statics, self._stand_ins, members)
-        with placed, torch.no_grad(), self._no_autocast():
+        make = self._d.makes_weight_grads
+        assert make is not None
+        with no_autocast_cache(), self._placed(members), torch.no_grad(), self._no_autocast():
             make()
             found = {k: t.grad for k, t in enumerate(self._stand_ins) if t.grad is not None}
             for stand_in in self._stand_ins:
                 stand_in.grad = None
             return found
+
+
+@contextlib.contextmanager
+def no_autocast_cache() -> Iterator[None]:
+    """Have autocast cast every weight anew: a cast weight of another run would be no part of the graph."""
+    torch.clear_autocast_cache()
+    with torch_private.autocast_cache_off():
+        yield
 
 
 class _Placed(Mode):
@@ -286,62 +322,35 @@ class _Placed(Mode):
             super().__exit__(kind, *error)
 
 
-def _unpack_of(run: Differentiated) -> Callable[[Any], torch.Tensor]:
-    """Return what unpacks for a run, which holds the graph and is not held by it."""
-    ref = weakref.ref(run)
-
-    def unpack(slot: Any) -> torch.Tensor:
-        run = ref()
-        assert run is not None
-        return run.unpack(slot)
-
-    return unpack
-
-
-class _Packing:
-    """Hooks of saved tensors that replace each by a number; the same tensor has one."""
-
-    def __init__(self, copies: dict[int, torch.UntypedStorage]) -> None:
-        self.saved: list[torch.Tensor] = []
-        self.uses: list[int] = []
-        self.num_uses = 1
-        """How often what is taken next is asked for."""
-        self.copies = copies
-        """What is saved instead of the storages of arguments."""
-        self._slots: dict[Any, int] = {}
-
-    def pack(self, tensor: Any) -> Any:
-        """Take a tensor."""
-        if not isinstance(tensor, torch.Tensor):  # a number that was an operand
-            dtype = torch.float64 if type(tensor) is float else None
-            return torch.tensor(tensor, dtype=dtype, device="cpu")  # whatever the default device is
-        storage = tensor.untyped_storage()._cdata
-        key = storage, tensor.storage_offset(), *layout_of(tensor)
-        slot = self._slots.setdefault(key, len(self.saved))
-        if slot < len(self.saved):
-            self.uses[slot] += self.num_uses
-            return slot
-        kept = tensor.detach()
-        if not tensor.numel():
-            kept = torch.empty_like(kept)
-        elif storage in self.copies:
-            kept = torch_private.on_storage(self.copies[storage], kept)
-        self.saved.append(kept)
-        self.uses.append(self.num_uses)
+def _pack(
+    all_uses: list[float],
+    uses: float,
+    copies: dict[int, torch.UntypedStorage],
+    slots: dict[Any, int],
+    saved: list[torch.Tensor],
+    tensor: Any,
+) -> Any:
+    """Take what a graph saved; returns the number that stands for it, which the same tensor has again."""
+    if not isinstance(tensor, torch.Tensor):  # a number that was an operand
+        dtype = torch.float64 if type(tensor) is float else None
+        return torch.tensor(tensor, dtype=dtype, device="cpu")  # whatever the default device is
+    storage = tensor.untyped_storage()._cdata
+    slot = slots.setdefault((storage, tensor.storage_offset(), *layout_of(tensor)), len(slots))
+    if slot < len(all_uses):
+        all_uses[slot] += uses
         return slot
+    kept = tensor.detach()
+    if not tensor.numel():
+        kept = torch.empty_like(kept)
+    elif storage in copies:
+        kept = torch_private.on_storage(copies[storage], kept)
+    saved.append(kept)
+    all_uses.append(uses)
+    return slot
 
 
 def _is_memoryless(tensor: torch.Tensor) -> bool:
     return tensor.layout is not torch.strided or torch_private.is_zero_tensor(tensor)
-
-
-def _like(sample: torch.Tensor, data: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    """A leaf of autograd with other memory, and otherwise what Python code sees of a sample."""
-    leaf = data.detach()
-    if type(sample) is torch.nn.Parameter:
-        leaf = torch.nn.Parameter(leaf, requires_grad)
-    vars(leaf).update(vars(sample))
-    return leaf.requires_grad_(requires_grad)
 
 
 def _are_kept(tensors: Sequence[torch.Tensor]) -> bool:

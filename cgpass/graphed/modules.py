@@ -1,14 +1,14 @@
 """What is recorded: `Target`, a module or a function with its modules, and `Statics`, what these are like."""
 
+import contextlib
 import copyreg
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from cgpass import torch_private
 from cgpass.errors import GraphedArgumentError
@@ -50,23 +50,27 @@ class Target:
             raise GraphedArgumentError(
                 f"make_graphed_callables: callable {index or 0} is a {type(fn).__name__}; give a module, a function or a tuple of them."
             )
-        self.is_module = isinstance(fn, torch.nn.Module)
-        own = type(fn).__name__ if self.is_module else _name_of(fn)
-        self.name = own if index is None else f"callable {index} ({own})"
         self.given = fn
         """What the user gave."""
-        self.modules = list(modules)
+        self.is_module = isinstance(fn, torch.nn.Module)
+        own = getattr(fn, "__qualname__", type(fn).__name__).replace("<locals>.", "")
+        self.name = own if index is None else f"callable {index} ({own})"
         self.run: Callable[..., Any] = getattr(fn, "ungraphed", fn)
         """The callable without a graph."""
-        owner = getattr(self.run, "__self__", None)
+        self.plain: Any = self.run
+        holder = getattr(self.run, "__self__", None)
         if isinstance(fn, torch.nn.Module):
-            owner = self.plain = self._copy_of(fn) if copied else fn
-            if not copied:
-                self.run = getattr(fn.forward, "ungraphed", fn.forward)
-        if isinstance(owner, torch.nn.Module) and owner not in self.modules:
-            self.modules.insert(0, owner)
+            holder = self.plain = _copy_of(fn) if copied else fn
+            forward = vars(fn).get("forward", self.plain.forward)
+            self.run = getattr(forward, "ungraphed", forward)
+        self.modules = list(modules)
+        if isinstance(holder, torch.nn.Module) and holder not in self.modules:
+            self.modules.insert(0, holder)
         is_forward = self.is_module or getattr(self.run, "__name__", "") == "forward"
-        self._around = owner if is_forward else None
+        self._around = holder if is_forward else None
+        self._check()
+
+    def _check(self) -> None:
         strange = [each for each in self.modules if not isinstance(each, torch.nn.Module)]
         if strange:
             raise self._refusal(
@@ -79,32 +83,21 @@ class Target:
                 raise self._refusal(
                     f"has a wrapped module, a {kind}, whose hooks no replay runs. Record the module inside, then wrap"
                 )
-            if isinstance(inner, LazyModuleMixin):  # of another class from its first call on
+            if "ScriptModule" in kinds:
+                raise self._refusal(f"has a TorchScript module, a {kind}. Give the original")
+            if "LazyModuleMixin" in kinds:  # of another class from its first call on
                 raise self._refusal(
                     f"has a lazy module that has not run yet, a {kind}: call it once"
                 )
-        if isinstance(fn, torch.nn.Module):
-            self._check_module(fn)
-
-    def _check_module(self, module: torch.nn.Module) -> None:
-        for kind in _OWN_HOOKS:
-            if getattr(module, kind):
-                raise self._refusal(
-                    f"has hooks ({kind.strip('_')}), which a replay would not run. Register them on what "
-                    "make_graphed_callables returns, or use capture_time_hooks"
-                )
-        if vars(module).get("_compiled_call_impl") is not None:
+        given: Any = vars(self.given) if self.is_module else {}
+        hooks = [kind for kind in _OWN_HOOKS if given.get(kind)]
+        if hooks:
+            raise self._refusal(
+                f"has hooks ({hooks[0].strip('_')}), which a replay would not run. Register them on what "
+                "make_graphed_callables returns, or use capture_time_hooks"
+            )
+        if given.get("_compiled_call_impl") is not None:
             raise self._refusal("was compiled in place. Give what torch.compile(module) returns")
-
-    def _copy_of(self, module: torch.nn.Module) -> Any:
-        kind: Any = getattr(type(module), _ORIGINAL, type(module))
-        plain = object.__new__(kind)
-        vars(plain).update(vars(module))
-        vars(plain).update((n, OrderedDict()) for n in vars(module) if _HOOKS.fullmatch(n))
-        self._own_forward = vars(plain).pop("forward", None)
-        self.run = self._own_forward or plain.forward
-        vars(plain).pop("forward", None)  # TorchScript's is put there when it is looked up
-        return plain
 
     def _refusal(self, why: str) -> GraphedArgumentError:
         return GraphedArgumentError(f"make_graphed_callables: {self.name} {why}.")
@@ -116,19 +109,17 @@ class Target:
     @property
     def backward_dw(self) -> Callable[[], Any] | None:
         """Return what computes the gradients that the backward leaves out, if there is such a thing."""
-        fn = self.plain if self.is_module else self.run
-        needed = getattr(fn, "need_backward_dw", None)
-        if needed is not None and not (needed() if callable(needed) else needed):
-            return None
-        found = getattr(fn, "backward_dw", None)
-        return found if callable(found) else None
+        needed = getattr(self.plain, "need_backward_dw", True)
+        is_needed = needed() if callable(needed) else needed
+        return getattr(self.plain, "backward_dw", None) if is_needed else None
 
     def graphed(self, function: Any) -> torch.nn.Module:
         """Return a module with the attributes of `plain` whose forward is a `GraphedFunction`.
 
         What knows of graphs is in its class, and not among the attributes, which copies and pickles have.
         """
-        kind, own = type(self.plain), self._own_forward
+        kind, run = type(self.plain), self.run
+        own = None if getattr(run, "__self__", None) is self.plain else run
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(self, made) and not torch_private.is_exporting():
@@ -142,7 +133,7 @@ class Target:
                 vars(plain).setdefault("forward", own)
             return plain
 
-        setattr(forward, "ungraphed", self.run)  # noqa: B010
+        setattr(forward, "ungraphed", run)  # noqa: B010
         members: dict[str, Any] = {
             **{name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")},
             _ORIGINAL: kind,
@@ -155,7 +146,7 @@ class Target:
         for name in ("reset", "close"):
             if not hasattr(kind, name):
                 members[name] = getattr(function, name)
-        if function.splits_backward:
+        if function.makes_weight_grads is not None:
             members["backward_dw"] = function.backward_dw
         made: Any = type(kind)(kind.__name__, (kind,), members)
         module: torch.nn.Module = object.__new__(made)
@@ -173,8 +164,12 @@ def _any_class(reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     return object.__new__ if make is copyreg.__newobj__ else make, *rest  # pyrefly: ignore
 
 
-def _name_of(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__qualname__", type(fn).__name__).replace("<locals>.", "")
+def _copy_of(module: torch.nn.Module) -> Any:
+    plain = object.__new__(getattr(type(module), _ORIGINAL, type(module)))
+    vars(plain).update(vars(module))
+    vars(plain).update((n, OrderedDict()) for n in vars(module) if _HOOKS.fullmatch(n))
+    vars(plain).pop("forward", None)
+    return plain
 
 
 # ---- what modules are like
@@ -208,10 +203,9 @@ class Statics:
         found = _named(modules)
         for path, m in found:
             self._note(path or type(m).__name__, m, hooked=m is not around)
-        holders, keys, values, _ = zip(*self._entries, strict=True) if self._entries else [()] * 4
+        columns = [[entry[k] for entry in self._entries] for k in range(3)]
         sizes = array("q", [size for _, size, _ in self._sizes]).tobytes()
-        sized = [holder for holder, _, _ in self._sizes]
-        self._compared = list(holders), list(keys), list(values), sized, sizes
+        self._compared = *columns, [holder for holder, _, _ in self._sizes], sizes
         for kind in ("_parameters", "_buffers"):
             for path, inner in found:
                 holder = getattr(inner, kind)
@@ -227,19 +221,23 @@ class Statics:
         """Take a module for what it is now: mode, members and hooks."""
         attributes = vars(module)
         entries = [(attributes, "training", f"the mode of {name}")]
-        for holder in (module._modules, module._parameters, module._buffers):
-            self._sizes.append((holder, len(holder), f"a member of {name}"))
-            for key, value in holder.items():
-                if value is None or isinstance(value, torch.nn.Module):  # tensors may be replaced
-                    entries.append((holder, key, f"a member of {name}"))
-                if _ACCUMULATED in getattr(value, "__dict__", {}):
-                    entries.append((vars(value), _ACCUMULATED, f"{name}.{key}.{_ACCUMULATED}"))
+        holders = [
+            (holder, f"a member of {name}")
+            for holder in (module._modules, module._parameters, module._buffers)
+        ]
         if hooked:
             entries.append((attributes, "forward", f"the forward of {name}"))
-            for hooks in [attributes[kind] for kind in _OWN_HOOKS if kind in attributes]:
-                self._sizes.append((hooks, len(hooks), f"a hook of {name}"))
-                entries += [(hooks, key, f"a hook of {name}") for key in hooks]
-        self._entries += [(holder, key, _entry(holder, key), said) for holder, key, said in entries]
+            holders += [(attributes[kind], f"a hook of {name}") for kind in _OWN_HOOKS]
+        for holder, said in holders:
+            self._sizes.append((holder, len(holder), said))
+            for key, value in holder.items():
+                if not isinstance(value, torch.Tensor):  # these may be replaced
+                    entries.append((holder, key, said))
+                elif _ACCUMULATED in vars(value):
+                    entries.append((vars(value), _ACCUMULATED, f"{name}.{key}.{_ACCUMULATED}"))
+        self._entries += [
+            (holder, key, holder.get(key, ...), said) for holder, key, said in entries
+        ]
 
     def unchanged(self) -> bool:
         """Tell whether modes, members and hooks are what they were."""
@@ -247,7 +245,9 @@ class Statics:
 
     def changes(self) -> str:
         """Return what is no longer as it was."""
-        found = [said for holder, key, was, said in self._entries if _entry(holder, key) is not was]
+        found = [
+            said for holder, key, was, said in self._entries if holder.get(key, ...) is not was
+        ]
         found += [said for holder, size, said in self._sizes if len(holder) != size]
         return ", ".join(dict.fromkeys(found))
 
@@ -265,10 +265,6 @@ class Statics:
         """The tensors as they are, each once."""
         return list({id(tensor): tensor for tensor in self.now()}.values())
 
-    def distinct_names(self) -> list[str]:
-        """The first name of each of them."""
-        return [self.names[i] for i in self.firsts()]
-
     def with_others(self, others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Others in place of `distinct()`, one for each name."""
         numbers = {id(tensor): k for k, tensor in enumerate(self.distinct())}
@@ -284,15 +280,24 @@ class Statics:
                 "would do. Have it write in place, as in self.buffer.copy_(value) or self.buffer.add_(1)."
             )
 
+    @contextlib.contextmanager
+    def left_in_place(self) -> Iterator[None]:
+        """A block in which hooks may move or free the tensors, which then lie where they were."""
+        before = [(t, t.data, t.untyped_storage().nbytes(), t.data.clone()) for t in self.now()]
+        try:
+            yield
+        finally:
+            for tensor, place, size, value in before:
+                if place.untyped_storage().nbytes() < size:
+                    place.untyped_storage().resize_(size)
+                if not torch.equal(place, value):
+                    place.copy_(value)
+                tensor.data = place
+
     def put(self, tensors: Sequence[torch.Tensor]) -> None:
         """Have modules hold tensors, one for each name."""
         for holder, key, tensor in zip(self._dicts, self._keys, tensors, strict=True):
             holder[key] = tensor
-
-
-def _entry(holder: Any, key: Any) -> Any:
-    """Return what a module's dictionary has for a key; `...` for none."""
-    return holder[key] if key in holder else ...  # noqa: SIM401  TorchScript's have no `get`
 
 
 def _named(modules: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:

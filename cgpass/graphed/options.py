@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from cgpass.errors import HookError, OptionError
+from cgpass.options import Options
 from cgpass.recompute.tracker import RNGStatesTracker
 
 Hooks: TypeAlias = Mapping[str, Callable[..., None]]
@@ -56,11 +57,30 @@ class GraphedOptions:
     """What records and replays; `auto`: `cuda` where the samples lie on CUDA, else `none`."""
 
     def __post_init__(self) -> None:
-        for name, (fits, wanted) in _CHECKS.items():
-            value = getattr(self, name)
-            if not fits(value):
+        Options(driver=self.driver)  # which checks it
+        hooks = self.capture_time_hooks
+        each = hooks if isinstance(hooks, list | tuple) else [hooks]
+        given_alone = isinstance(hooks, Mapping)
+        checks = {
+            "num_warmup_iters": (_is_count(self.num_warmup_iters, 1), "an int >= 1"),
+            "max_rerecords": (_is_count(self.max_rerecords, 0), "an int >= 0"),
+            "rng_tracker": (
+                isinstance(self.rng_tracker, RNGStatesTracker | None),
+                "a cgpass.RNGStatesTracker or None",
+            ),
+            "capture_time_hooks": (
+                not given_alone and all(_are_hooks(CAPTURE_TIME, one) for one in each),
+                f"a list of None or functions in a dict with some of the names {', '.join(CAPTURE_TIME)}",
+            ),
+            "warmup_hooks": (
+                _are_hooks(WARM_UP, self.warmup_hooks),
+                f"functions in a dict with some of the names {', '.join(WARM_UP)}",
+            ),
+        }
+        for name, (fits, wanted) in checks.items():
+            if not fits:
                 raise OptionError(
-                    f"make_graphed_callables: option {name!r} must be {wanted}, got {value!r}."
+                    f"make_graphed_callables: option {name!r} must be {wanted}, got {getattr(self, name)!r}."
                 )
 
     @classmethod
@@ -84,38 +104,17 @@ class GraphedOptions:
 
 CAPTURE_TIME = ("pre_forward", "forward", "pre_backward", "backward")
 WARM_UP = ("pre_warmup", "post_warmup")
-_DRIVERS = ("auto", "cuda", "simulated", "none")
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return type(value) is int and value >= least
 
 
 def _are_hooks(names: Sequence[str], value: Any) -> bool:
-    if value is None:
-        return True
+    given = {} if value is None else value
     return (
-        isinstance(value, Mapping) and {*value} <= {*names} and all(map(callable, value.values()))
+        isinstance(given, Mapping) and {*given} <= {*names} and all(map(callable, given.values()))
     )
-
-
-_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "driver": (lambda value: value in _DRIVERS, f"one of {', '.join(map(repr, _DRIVERS))}"),
-    "num_warmup_iters": (lambda value: type(value) is int and value > 0, "an int >= 1"),
-    "max_rerecords": (lambda value: type(value) is int and value >= 0, "an int >= 0"),
-    "rng_tracker": (
-        lambda value: isinstance(value, RNGStatesTracker | None),
-        "a cgpass.RNGStatesTracker or None",
-    ),
-    "capture_time_hooks": (
-        lambda value: (
-            value is None
-            or (isinstance(value, list | tuple) and all(_are_hooks(CAPTURE_TIME, v) for v in value))
-        ),
-        f"a list of None or functions in a dict with some of the names {', '.join(CAPTURE_TIME)}",
-    ),
-    "warmup_hooks": (
-        lambda value: _are_hooks(WARM_UP, value),
-        f"functions in a dict with some of the names {', '.join(WARM_UP)}",
-    ),
-}
-"""Checks of each option: a test, and how a message calls it."""
 
 
 def run_hook(hooks: Hooks | None, name: str, *args: Any) -> None:

@@ -1,4 +1,4 @@
-"""`Pair`: a recorded forward, and what was recorded of its backward.
+"""`Pair`: one forward and its backward, as they are warmed up, recorded and replayed.
 
 Note [What a call of a pair does]
     A replay of the forward hands out results and saved tensors, and one node of autograd's graph keeps the latter, as
@@ -14,21 +14,23 @@ Note [Autograd's engine and captures]
 """
 
 import contextlib
+import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cgpass import torch_private
 from cgpass.compile.facts.input_info import InputInfo, InputKind
-from cgpass.errors import GraphedBackwardError, StaticInputMovedError
-from cgpass.graphed.around import blamed, no_autocast_cache
+from cgpass.errors import CaptureError, CGPassError, GraphedBackwardError, StaticInputMovedError
 from cgpass.graphed.differentiated import Differentiated
 from cgpass.options import current_defaults
 from cgpass.recompute.states import CheckpointStates
 from cgpass.runtime import fast
 from cgpass.runtime.changes import mend, open_modes
+from cgpass.runtime.driver import is_capture_error
 from cgpass.runtime.inputs import Layout, copy_all, overlaps_itself, shared_with_written
 from cgpass.runtime.outputs import alias_of_input
 from cgpass.runtime.owner import Owner
@@ -38,6 +40,9 @@ from cgpass.telemetry import progress
 if TYPE_CHECKING:
     from cgpass.graphed.callables import GraphedFunction
 
+Execute = Callable[[Callable[[list[Any]], list[Any]], list[Any], list[InputKind], str], list[Any]]
+"""Warms a function up, or records it: with its arguments, their kinds and its name; returns what it returned."""
+
 
 class Call:
     """One forward of a pair, until its backward. Autograd's graph keeps it.
@@ -46,12 +51,14 @@ class Call:
     of it for ever, since Python's garbage collector does not see into the node.
     """
 
-    __slots__ = ("__weakref__", "members", "name", "pair", "position")
+    __slots__ = ("__weakref__", "ended", "members", "name", "pair", "position")
 
     def __init__(self, pair: "Pair", members: list[torch.Tensor], position: Any) -> None:
         """Args: members: Parameters and buffers of the forward, held as autograd would."""
         self.pair: Pair | None = pair
         self.name, self.members, self.position = pair.description.name, members, position
+        self.ended = False
+        """True once no further backward may come."""
 
     def settle(self) -> None:
         """Nothing more is to come."""
@@ -63,18 +70,43 @@ class Pair:
 
     def __init__(self, d: "GraphedFunction", owner: Owner, slot: int | None = None) -> None:
         """Args: slot: where it is recorded; in a pool of its own if None."""
-        self.description = d
+        self.description, self._owner, self._slot = d, owner, slot
         self.closed = False
-        self.states = CheckpointStates(owner.driver.device, d.options.rng_tracker)
-        self._slot = slot
-        self._owner = owner
-        self._recordings: list[Recording] = []
-        self._backward: Recording | None = None
-        self._weight_grads: Recording | None = None
+        self.graph: Differentiated
+        self.key = b""
+        """Where parameters and buffers lie."""
+        self._states = CheckpointStates(owner.driver.device, d.options.rng_tracker)
+        self._generators: list[torch.Generator] = []
+        self._recordings: dict[str, Recording] = {}
+        self._homes: dict[int, int] = {}
+        """Saved tensors of the forward's own memory, and which of its tensors they are."""
+        self._keeps_memory = False
+        """True if something keeps memory of the pool that does not tell."""
         self._split_off: list[int] = []
         self._call: weakref.ref[Call] | None = None
 
-    # ---- recording
+    # ---- warm-ups and recordings
+
+    def warm_up(self, iterations: int, *, in_pool: bool) -> None:
+        """Run forward and backward on copies, and note what they do; in the pool, if nothing was recorded there yet."""
+        d, driver = self.description, self._owner.driver
+
+        def run(fn: Any, args: list[Any], kinds: list[InputKind], what: str) -> Any:
+            return driver.warm_up(fn, args) if in_pool else fn(args)
+
+        number, d.structure = 0, None
+        while number < iterations:
+            number += 1
+            results, saved, members = self._forward(run, warms_up=True)
+            grads = [_gradient_of(results[n]) for n in self.graph.with_grad]
+            results.clear()
+            if grads:
+                self._backward(run, saved, members, grads)
+            d.stats.warmups += 1
+            if not d.statics.unchanged():  # by a first call
+                d.find_statics()
+                iterations = max(iterations, 2)
+        del self.graph  # which holds arguments
 
     def record(self) -> None:
         """Record the forward and its backward, if it has one."""
@@ -84,68 +116,28 @@ class Pair:
 
     def record_forward(self) -> tuple[list[Any], list[Any], list[Any]]:
         """Record the forward; returns results, saved tensors and members of a call, which leaves all as it was."""
-        d, owner = self.description, self._owner
-        samples = d.binding.samples
-        arguments, num_inputs = d.binding.call(samples), len(samples)
-        d.run_hook("pre_forward", *arguments)
         if self._slot is None:
-            self._slot = owner.new_slot()
-        self.statics, self.graph = d.statics, Differentiated(d)
-        self._generators = list(self.states.generators)
-        members, graph = d.statics.distinct(), self.graph
-
-        def fn(given: list[Any]) -> list[Any]:
-            values, own = given[:num_inputs], given[num_inputs:][: len(members)]
-            given.clear()
-            with no_autocast_cache(), self.states:
-                outputs = graph.forward(values, own)
-            d.note_result(graph.result)
-            self._num_results = len(outputs)
-            return [*outputs, *(graph.separate() if graph.with_grad else [])]
-
-        owner.begin_recording(self._slot)
-        before = owner.driver.live_blocks(self._slot)
-        kinds = [InputKind.COPIED] * num_inputs + [InputKind.STATIC] * len(members)
-        args: list[Any] = [*samples, *members, *self._generators]
-        self.forward = forward = self._record(fn, args, kinds, "forward")
-        assert d.structure is not None
-        self.structure = d.structure
-        kept = owner.driver.live_blocks(self._slot).keys() - before.keys()
-        graph.keeps_memory = bool(kept.difference(forward.memory.addresses()))
-        written = [(args[i].data, args[i].data.clone()) for i in sorted(forward.written)]
-        outputs = forward.run(args)
-        owner.note_handed_out(forward)
-        for place, value in written:
-            place.copy_(value)
-        results, saved = outputs[: self._num_results], outputs[self._num_results :]
-        self._sort(samples, members, saved)
-        d.run_hook("forward", *arguments, self.structure.build(results))
-        return results, saved, members
-
-    def _sort(self, inputs: Sequence[Any], members: Sequence[Any], saved: Sequence[Any]) -> None:
-        """Tell what calls have to do, by what was recorded."""
-        forward, graph, num_inputs = self.forward, self.graph, len(inputs)
-        first = self._num_results
-        self.key, self._num_saved = fast.layouts(self.statics.now()), len(saved)
-        self._written = [i for i in sorted(forward.written) if i < num_inputs]
-        self._counted = [k for k in range(len(members)) if num_inputs + k in graph.written]
+            self._slot = self._owner.new_slot()
+        self._generators = list(self._states.generators)
+        results, saved, members = self._forward(self._record, warms_up=False)
+        forward, graph, inputs = self.forward, self.graph, self.description.binding.samples
+        first, end = len(results), len(inputs)
+        self.key = fast.layouts(self.description.statics.now())
+        self._own_key = fast.layouts(members)
+        self._written = [i for i in sorted(forward.written) if i < end]
+        self._counted = [k for k in range(len(members)) if end + k in graph.written]
         self._given = [n for n in forward.aliases if n in graph.with_grad]
-        self._strides = [(i, inputs[i].stride()) for i in forward.viewed if i < num_inputs]
-        self._homes = [(n - first, k) for n, k in forward.own.items() if n >= first]
-        """Saved tensors of the forward's own memory, and which of its tensors they are."""
-        own = {i for i, _ in self._homes}
+        self._strides = [(i, inputs[i].stride()) for i in forward.viewed if i < end]
+        self._homes = {n - first: k for n, k in forward.own.items() if n >= first}
         places = {t.untyped_storage().data_ptr(): k for k, t in enumerate(members)}
         found = [(i, alias_of_input(t, members, places)) for i, t in enumerate(saved)]
-        self._views = [(i, alias) for i, alias in found if alias is not None and i not in own]
+        self._views = [(i, alias) for i, alias in found if alias and i not in self._homes]
         """Saved tensors that are views of parameters or buffers."""
-        kinds = [InputKind.POOLED if i in own else InputKind.STATIC for i in range(len(saved))]
-        kinds += [InputKind.STATIC] * len(members) + [InputKind.COPIED] * len(graph.with_grad)
-        self._layout = self._layout_of(kinds)
-        self._wanted = tuple(sorted(graph.reached))
         self._edges = tuple(range(len(self._wanted)))
         self._take_wanted, self._take_read = fast.taker(self._wanted), fast.taker(tuple(graph.read))
-        self.take = fast.taker(self.statics.firsts())
+        self.take = fast.taker(self.description.statics.firsts())
         """Takes each parameter and buffer once."""
+        return results, saved, members
 
     def record_backward(
         self, results: Sequence[Any], saved: list[Any], members: Sequence[Any]
@@ -154,67 +146,118 @@ class Pair:
 
         Gradients are taken laid out as results are.
         """
-        d = self.description
-        d.run_hook("pre_backward")
         grads = [_gradient_of(results[n]) for n in self.graph.with_grad]
-        args = [*saved, *members, *grads, *self._generators]
-        saved.clear()
-        self._key = self._layout.static_key(args)
-        kinds = [info.kind for info in self._layout.infos[: len(args) - len(self._generators)]]
-        self._backward = backward = self._record(self._run_graph, args, kinds, "backward")
-        if d.makes_weight_grads is not None:
-            self._record_weight_grads(d.makes_weight_grads)
-        d.run_hook("backward")
-        return backward.memory.aliases()
+        return self._backward(self._record, saved, members, grads)
 
-    def _record_weight_grads(self, make: Callable[[], Any]) -> None:
-        members, graph = self.statics.distinct(), self.graph
+    def _forward(
+        self, execute: Execute, *, warms_up: bool
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        d = self.description
+        samples: list[Any] = d.binding.samples
+        samples = _copies(samples) if warms_up else samples
+        arguments = d.binding.call(samples)
+        d.run_hook("pre_forward", *arguments)
+        graph = self.graph = Differentiated(d, warms_up=warms_up)
+        members = d.statics.distinct()
+        members = _copies(members) if warms_up else members
+        num_results = 0
 
         def fn(given: list[Any]) -> list[Any]:
-            own = given[: len(members)]
+            nonlocal num_results
+            values, own = given[: len(samples)], given[len(samples) :][: len(members)]
             given.clear()
-            with no_autocast_cache():
-                found = graph.weight_grads(make, own)
-            self._split_off = sorted(found)
-            return [found[k].clone() for k in self._split_off]
+            with self._states:
+                outputs = graph.forward(values, own)
+            d.note_result(graph.result)
+            num_results = len(outputs)
+            return [*outputs, *graph.separate()]
 
-        kinds = [InputKind.STATIC] * len(members)
-        self._weight_grads = self._record(fn, members + self._generators, kinds, "backward_dw")
-        self._weight_key = fast.layouts(members)
+        kinds = [InputKind.COPIED] * len(samples) + [InputKind.STATIC] * len(members)
+        outputs = execute(fn, [*samples, *members], kinds, "forward")
+        results, saved = outputs[:num_results], outputs[num_results:]
+        self._num_results, self._num_saved = num_results, len(saved)
+        self._wanted = tuple(sorted(graph.reached))
+        assert d.structure is not None
+        self.structure = d.structure
+        d.run_hook("forward", *arguments, self.structure.build(results))
+        return results, saved, members
+
+    def _backward(
+        self, execute: Execute, saved: list[Any], members: Sequence[Any], grads: list[Any]
+    ) -> list[Any]:
+        d = self.description
+        d.run_hook("pre_backward")
+        kinds = [
+            InputKind.POOLED if i in self._homes else InputKind.STATIC for i in range(len(saved))
+        ]
+        static = [InputKind.STATIC] * len(members)
+        kinds += static + [InputKind.COPIED] * len(grads)
+        args = [*saved, *members, *grads]
+        saved.clear()
+        grads.clear()
+        found = execute(self._run_graph, args, kinds, "backward")
+        if d.makes_weight_grads is not None:
+            execute(self._make_weight_grads, list(members), static, "backward_dw")
+        d.run_hook("backward")
+        return found
+
+    def _run_graph(self, args: list[Any]) -> list[Any]:
+        """The backward, without a recording or while it is recorded; empties the list."""
+        graph, first = self.graph, self._num_saved
+        end = first + graph.num_members
+        saved, members = args[:first], args[first:end]
+        grads = args[end : end + len(graph.with_grad)]
+        args.clear()
+        # backward_dw keeps them: placeholders are others' by then
+        if self.description.makes_weight_grads is not None:
+            grads = [grad.clone() for grad in grads]
+        return graph.backward(saved, grads, members, self._wanted)
+
+    def _make_weight_grads(self, given: list[Any]) -> list[Any]:
+        found = self.graph.weight_grads(given[: self.graph.num_members])
+        given.clear()
+        self._split_off = sorted(found)
+        return [found[k].clone() for k in self._split_off]
 
     def _record(
-        self,
-        fn: Callable[[list[Any]], list[Any]],
-        args: list[Any],
-        kinds: Sequence[InputKind],
-        what: str,
-    ) -> Recording:
-        d, owner, slot = self.description, self._owner, self._slot
+        self, fn: Callable[[list[Any]], list[Any]], args: list[Any], kinds: Any, what: str
+    ) -> list[Any]:
+        d, owner, slot, is_forward = self.description, self._owner, self._slot, what == "forward"
         assert slot is not None
-        layout, finds_writes = self._layout_of(kinds), what == "forward"
-        recorder = Recorder(
-            fn, layout, owner, False, finds_writes, d.stats, shares_inputs=not d.keeps_inputs
-        )
+        args += self._generators
+        kinds += [InputKind.GENERATOR] * len(self._generators)
+        infos = [InputInfo(f"input {i}", kind) for i, kind in enumerate(kinds)]
+        layout = Layout(infos, check_static=True, check_layout=False)
+        if what == "backward":
+            self._layout, self._key = layout, layout.static_key(args)
+        owner.begin_recording(slot)
+        before = owner.driver.live_blocks(slot)
+        shares = not d.keeps_inputs
+        recorder = Recorder(fn, layout, owner, False, is_forward, d.stats, shares_inputs=shares)
         label = f"recording {what} of {d.name}, graphed by hand"
-        with progress.shown(label, current_defaults().progress), blamed(d.name, what):
+        with progress.shown(label, current_defaults().progress), _blamed(d.name, what):
             recording = recorder.record(args, slot, uses=(None, frozenset()))
         owner.add_recording(recording)
-        self._recordings.append(recording)
+        self._recordings[what] = recording
         d.stats.recordings += 1
-        return recording
-
-    def _layout_of(self, kinds: Sequence[InputKind]) -> Layout:
-        """How inputs are treated: the generators come last."""
-        kinds = [*kinds, *[InputKind.GENERATOR] * len(self._generators)]
-        infos = [InputInfo(f"input {i}", kind) for i, kind in enumerate(kinds)]
-        return Layout(infos, check_static=True, check_layout=False)
+        if not is_forward:
+            return recording.memory.aliases()
+        self.forward = recording
+        kept = owner.driver.live_blocks(slot).keys() - before.keys()
+        self._keeps_memory = bool(kept.difference(recording.memory.addresses()))
+        written = [(args[i].data, args[i].data.clone()) for i in sorted(recording.written)]
+        outputs = recording.run(args)
+        owner.note_handed_out(recording)
+        for place, value in written:
+            place.copy_(value)
+        return outputs
 
     # ---- calls
 
     def is_free(self) -> bool:
         """Tell whether no call needs what only the pool has."""
-        graph = self.graph
-        if not (graph.keeps_inputs or graph.keeps_memory or self._weight_grads):
+        splits = "backward_dw" in self._recordings
+        if not (self.description.keeps_inputs or self._keeps_memory or splits):
             return not self.closed
         call = None if self._call is None else self._call()
         return not self.closed and (call is None or call.pair is None)
@@ -225,24 +268,19 @@ class Pair:
         for i, stride in self._strides:
             if tensors[i].stride() != stride:
                 return f"{names[i]}, which results are views of, has another memory layout than the sample"
-        if shared_with_written([*tensors, *self.statics.now()], self._written):
+        members = self.description.statics.now()
+        if self._written and shared_with_written([*tensors, *members], self._written):
             written = " or ".join(names[i] for i in self._written)
             return f"{written}, which it writes, shares memory with something else that it is given"
         return None
 
     def run(self, tensors: list[torch.Tensor], members: list[torch.Tensor]) -> list[torch.Tensor]:
         """Replay the forward, and have autograd know of its backward; returns the results' tensors."""
-        stats, graph, forward = self.description.stats, self.graph, self.forward
-        with_grad = torch.is_grad_enabled()
-        torch_private.set_grad_enabled(False)
-        try:
-            position = None if self.states.recorded is None else self.states.position()
-            outputs = forward.run([*tensors, *members, *self._generators])
-        finally:
-            torch_private.set_grad_enabled(with_grad)
-        stats.replays += 1
-        stats.copied_bytes += forward.copied_bytes
-        self._owner.note_handed_out(forward)
+        graph, states, with_grad = self.graph, self._states, torch.is_grad_enabled()
+        torch_private.set_grad_enabled(False)  # where it raises, the caller sets it again
+        position = None if states.recorded is None else states.position()
+        outputs = self._replay(self.forward, [*tensors, *members, *self._generators])
+        torch_private.set_grad_enabled(with_grad)
         for k in self._counted:
             torch.autograd.graph.increment_version(members[k])
         results, saved = outputs[: self._num_results], outputs[self._num_results :]
@@ -258,28 +296,42 @@ class Pair:
             results[n] = _Given.apply(results[n])
         return results
 
+    def _replay(self, recording: Recording, args: list[Any]) -> list[Any]:
+        """Replay a recording, after what that would overwrite was moved; empties the list."""
+        owner, stats = self._owner, self.description.stats
+        if not owner.is_safe(recording):
+            owner.rescue(recording)
+        outputs = recording.run(args)
+        args.clear()
+        stats.replays += 1
+        stats.copied_bytes += recording.copied_bytes
+        owner.note_handed_out(recording)
+        if owner.several_threads:
+            stats.copied_bytes += recording.copy_out(outputs)
+        return outputs
+
     def backward(self, call: Call, saved: list[Any], grads: list[Any]) -> list[Any]:
         """Gradients for what a call wanted some for; the lists are emptied."""
-        owner, d, ends, backward = self._owner, self.description, bool(saved), self._backward
+        owner, d, backward = self._owner, self.description, self._recordings.get("backward")
+        call.ended = bool(saved) and not torch_private.keeps_graph()
         with owner.lock:
             owner.driver.enter_call()
             args = [*saved[: self._num_saved], *call.members, *grads, *self._generators]
             saved.clear()
             grads.clear()
-            is_due = False
             if backward is not None and self._is_in_place(args, backward):
                 if call.position is not None:
-                    self.states.rewind(call.position)
+                    self._states.rewind(call.position)
                 found = self._replay(backward, args)
-                is_due = self._weight_grads is not None
+                if "backward_dw" in self._recordings:
+                    d.due.append(call)
+                    return found
             else:
                 if backward is not None:
                     d.tell("runs a backward without a graph: its parameters moved.")
                 d.stats.plain_calls += 1
                 found = self._run_graph(args)
-            if is_due:
-                d.due.append(call)
-            elif ends and not torch_private.keeps_graph():
+            if call.ended:
                 call.settle()
         return found
 
@@ -292,7 +344,7 @@ class Pair:
             owner.rescue(forward)
         owner.note_handed_out(forward)
         places = forward.memory.aliases()
-        for i, k in self._homes:
+        for i, k in self._homes.items():
             _copy_to(places[k], args[i])
             args[i] = places[k]
         for i, alias in self._views:
@@ -303,39 +355,15 @@ class Pair:
     def _may_replay(self, args: list[Any], backward: Recording) -> bool:
         return self._layout.static_key(args) == self._key and backward.may_replay(args)
 
-    def _replay(self, recording: Recording, args: list[Any]) -> list[Any]:
-        owner, stats = self._owner, self.description.stats
-        if not owner.is_safe(recording):
-            owner.rescue(recording)
-        outputs = recording.run(args)
-        args.clear()
-        stats.replays += 1
-        stats.copied_bytes += recording.copied_bytes
-        owner.note_handed_out(recording)
-        return outputs
-
-    def _run_graph(self, args: list[Any]) -> list[Any]:
-        """The backward, without a recording or while it is recorded; empties the list."""
-        num_grads = len(self.graph.with_grad)
-        end = len(args) - num_grads - len(self._generators)
-        saved, members, grads = args[: self._num_saved], args[self._num_saved : end], args[end:]
-        grads = grads[:num_grads]
-        args.clear()
-        # backward_dw keeps them: placeholders are others' by then
-        if self.description.makes_weight_grads is not None:
-            grads = [grad.clone() for grad in grads]
-        with no_autocast_cache():
-            return self.graph.backward(saved, grads, members, self._wanted)
-
     def run_weight_grads(self, call: Call) -> None:
         """Make the weights' gradients of a backward that lacks them, and add them to their `.grad`."""
-        owner, recording, members = self._owner, self._weight_grads, call.members
+        owner, members, recording = self._owner, call.members, self._recordings.get("backward_dw")
         if recording is None:
             raise GraphedBackwardError(
                 f"{call.name}: its graphs were freed between a backward and its backward_dw()."
             )
         with owner.lock, torch.no_grad():
-            if fast.layouts(members) != self._weight_key:
+            if fast.layouts(members) != self._own_key:
                 raise StaticInputMovedError(
                     f"{call.name}: parameters moved between a backward and its backward_dw(). Keep them where they are."
                 )
@@ -344,19 +372,22 @@ class Pair:
             for k, grad in zip(self._split_off, outputs, strict=True):
                 parameter = members[k]
                 parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
-            call.settle()
+            if call.ended and call not in self.description.due:
+                call.settle()
 
     def close(self) -> None:
         """Free the graphs; what is held stays its holders', and a backward that is due runs without a graph."""
-        if self.closed:
-            return
         self.closed = True
         due = self.description.due
         for call in [call for call in due if call.pair is self]:
             due.remove(call)
-        for recording in self._recordings:
+        for recording in self._recordings.values():
             self._owner.close_recording(recording)
-        self._backward = self._weight_grads = None
+        self._recordings.clear()
+
+
+def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
 
 
 def _gradient_of(result: torch.Tensor) -> torch.Tensor:
@@ -383,12 +414,11 @@ def _run_backward(call: Call, saved: list[Any] | None, grads: list[Any] | None) 
         raise GraphedBackwardError(
             f"{call.name}: gradients of its gradients were asked for, and none are recorded. Call the original there."
         )
-    pair = call.pair
-    if pair is None:
+    if call.pair is None:
         raise GraphedBackwardError(f"{call.name}: a second backward through one forward.")
     try:
         with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
-            return pair.backward(call, saved, grads)  # with create_graph=True it is enabled
+            return call.pair.backward(call, saved, grads)  # with create_graph=True it is enabled
     except BaseException:
         mend(open_modes)  # at once: by the next call the user may have set random numbers
         raise
@@ -404,3 +434,35 @@ class _Given(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0]
+
+
+# ---- captures that fail
+
+_LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<"
+"""Where files begin that are none of the user's."""
+
+
+@contextlib.contextmanager
+def _blamed(name: str, direction: str) -> Iterator[None]:
+    """Have what a capture raises name the callable and the line: `CaptureError` for what torch or CUDA refuse."""
+    try:
+        yield
+    except CGPassError:
+        raise
+    except Exception as error:
+        # of a generator of the callable's own; the driver's words
+        if not is_capture_error(error) and "not registered with the graph" not in str(error):
+            raise
+        reason = str(error).strip().split("\n", 1)[0].rstrip(".")
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+        where = ""
+        if own:
+            at = own[-1]
+            line = (at.line or "").rstrip(":")
+            where = f", at {Path(at.filename).name}:{at.lineno} in {at.name}: {line}"
+        raise CaptureError(
+            f"make_graphed_callables: the {direction} of {name} can't be captured{where}: {reason}. "
+            "Move what waits for the device (or needs the host, or draws from a generator of its own) out of the callable, "
+            'or use torch.compile(backend="cgpass"), which captures around it.'
+        ) from error

@@ -1,6 +1,5 @@
 """`python -m cgpass check`: runs a script, and says whether enough of its work was captured."""
 
-import importlib.util
 import os
 import runpy
 import sys
@@ -75,15 +74,15 @@ def run_script(script: str, args: Sequence[str], *, module: bool = False) -> int
     """Run a script as `python script args` does, or a module as `python -m`; returns the status that it exits with.
 
     Raises:
-        ReportError: There is no such script or module.
-        Exception: Whatever it raises.
+        ReportError: There is no such script.
+        Exception: Whatever it raises, or ImportError: there is no such module.
     """
+    if not (module or os.path.exists(script)):
+        raise ReportError(f"there is no script {script!r} to check")
     argv, path = sys.argv, sys.path
     folder = os.getcwd() if module else os.path.dirname(os.path.abspath(script))
     sys.argv, sys.path = [script, *args], [folder, *path]
     try:
-        if not (_is_module(script) if module else os.path.exists(script)):
-            raise ReportError(f"there is no {'module' if module else 'script'} {script!r} to check")
         if module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
@@ -96,10 +95,3 @@ def run_script(script: str, args: Sequence[str], *, module: bool = False) -> int
     finally:
         sys.argv, sys.path = argv, path
     return 0
-
-
-def _is_module(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):  # of its parent, or a name that is none
-        return False

@@ -103,7 +103,7 @@ def _tiny_graph() -> Iterator[Finding]:
         text = (str(error).strip().splitlines() or [""])[0]
         yield "a tiny graph", f"{type(error).__name__}: {text}", "Report it"
         return
-    grown = {name: count - before[name] for name, count in telemetry.counters().items()}
+    grown = telemetry.grown(telemetry.counters(), before)
     said = f"{grown['recordings']} recorded, {grown['replays']} replays, numbers {'right' if right else 'WRONG'}"
     fine = right and grown["recordings"] == 1 and grown["replays"] == 3
     yield f"a tiny graph ({driver})", said, "" if fine else "See the lines above, or report it"

@@ -25,7 +25,6 @@ from cgpass.whole_step import TrainStep
 Fn = Callable[..., Any] | torch.nn.Module
 
 _CALLS: Final = 9
-_CHANGES: Final = ("graphs", "warmups", "recordings")
 _GRAPH_IS_GONE: Final = "Trying to backward through the graph a second time"
 """What autograd says of results of a function that ran their backward itself."""
 
@@ -71,8 +70,8 @@ def explain(
     With a function, nine calls run, with their backward. What is not compiled yet is compiled with
     `backend="cgpass"`. A batch by itself is given as data loaders mean it: a mapping as `**batch`, a
     tuple or list as `*batch`; to give it whole, write `[batch]`.
-    Afterwards parameters, buffers, gradients and optimizers that the function is, is given or names are as they were,
-    and so are torch's random numbers. Nothing else is put back: attributes, caches, schedulers, written arguments.
+    Afterwards parameters, buffers, gradients, optimizers and scalers that the function is, is given or names are as they
+    were, and so are torch's random numbers. Nothing else is put back: attributes, caches, schedulers, written arguments.
 
     Args:
         fn: A module or function, compiled or not; none for a block.
@@ -109,7 +108,7 @@ def explain(
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
     tensors += [t for m in modules.values() for t in (*m.parameters(False), *m.buffers(False))]
     devices = {tensor.device.index for tensor in tensors if tensor.device.type == "cuda"}
-    optimizers = [v for v in values if isinstance(v, torch.optim.Optimizer)]
+    optimizers = [v for v in values if isinstance(v, torch.optim.Optimizer | torch.amp.GradScaler)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(set_defaults(**options or {}))
         stack.enter_context(torch.random.fork_rng([*devices]))
@@ -119,10 +118,11 @@ def explain(
         run = fn if as_it_is else stack.enter_context(_compiled(fn, dict(options or {})))
         call = functools.partial(_call, lambda: run(*args, **kwargs), training, tensors)
         with watch.watched() as report:
-            settled = _settle(call)
+            for _ in range(_CALLS):
+                call()
             if native.loader.status is not None:  # where nothing was recorded yet
                 native.loader.wait()
-        report.settled, report.model = settled, _name_of(fn)
+        report.model = _name_of(fn)
         if compare and report.device != watch.SIMULATED:
             report.ms, report.plain_ms = watch.compared(call, _owners({}))
         return report
@@ -143,25 +143,15 @@ def _compiled(fn: Fn, given: dict[str, Any]) -> Iterator[Callable[..., Any]]:
 
 def _owners(before: Mapping[int, int]) -> list[Owner]:
     """Owners of graphs that live, and were called more often than `before` tells by number."""
+    calls = telemetry.now().calls
     found = {
         id(each.owner): each.owner
         for number, (_, runs) in telemetry.graph_runs().items()
-        if telemetry.calls_of(runs) > before.get(number, 0)
+        if calls.get(number, 0) > before.get(number, 0)
         for each in watch.live(runs)
         if each.owner is not None
     }
     return list(found.values())
-
-
-def _settle(call: Callable[[], None]) -> bool:
-    """Make some calls; returns whether the last two recorded and compiled nothing."""
-    for _ in range(_CALLS - 2):
-        call()
-    before = telemetry.counters()
-    for _ in range(2):
-        call()
-    after = telemetry.counters()
-    return all(before[name] == after[name] for name in _CHANGES)
 
 
 def _call(run: Callable[[], Any], training: bool, tensors: Sequence[torch.Tensor]) -> None:
@@ -224,18 +214,20 @@ def _is_compiled(value: Any) -> bool:
 def _restored(
     modules: Sequence[torch.nn.Module],
     tensors: Sequence[torch.Tensor],
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[torch.optim.Optimizer | torch.amp.GradScaler],
 ) -> Iterator[None]:
-    """Put back parameters, buffers, gradients and what optimizers keep."""
+    """Put back parameters, buffers, gradients and what optimizers and scalers keep."""
+    groups = [group for each in optimizers for group in getattr(each, "param_groups", ())]
+    params = [value for group in groups for value in group["params"]]
     own = [table for each in modules for table in (each._parameters, each._buffers)]
     tables: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in own]
+    values = [*(value for _, before in tables for value in before.values()), *params]
     kept = [
         (value, _copy(value))
-        for _, before in tables
-        for value in before.values()
+        for value in {id(value): value for value in values}.values()
         if value is not None and not torch.nn.parameter.is_lazy(value)
     ]
-    gradients = [(each, each.grad) for each in tensors if each.is_leaf]
+    gradients = [(each, each.grad) for each in (*tensors, *params) if each.is_leaf]
     states = [(each, copy.deepcopy(each.state_dict())) for each in optimizers]
     for each, _ in gradients:
         each.grad = None

@@ -89,8 +89,6 @@ class Facts:
     """Calls of training steps, but for each one's first."""
     counters: dict[str, int] = field(default_factory=dict)
     """The growth of `cgpass.counters()`."""
-    settled: bool | None = None
-    """True if calls recorded nothing new in the end; None where nobody looked."""
     native: str | None = None
     """Says if the C++ of calls is in use, and if not why; None if nothing was to be recorded."""
     pool_bytes: int | None = None

@@ -68,7 +68,7 @@ def expect(**counts: int) -> Iterator[dict[str, int]]:
             raise OptionError(f"cgpass.expect: {name} must be an int, got {count!r}")
     grown: dict[str, int] = {}
     yield grown
-    grown.update({name: now - before[name] for name, now in telemetry.counters().items()})
+    grown.update(telemetry.grown(telemetry.counters(), before))
     wrong = [
         f"{name} grew by {grown[name]}, not by {count}"
         for name, count in counts.items()

@@ -3,18 +3,17 @@
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Final
 
 from cgpass.report.model import Facts, GraphReport, PartitionReport
+from cgpass.runtime.inputs import listed
 from cgpass.telemetry.reason import OTHER_FIXES, Reason, many
 
 WIDTH: Final = 100
 _LISTED: Final = 12
 """Findings that the text lists."""
-_SHOWN: Final = 6
-"""Recordings of a partition that are listed, the newest."""
 _ROW: Final = "    {:24} {:>6} {:>6} {:>8} {:>8} {:>10} {:>8} {:>9}"
 """Of the table of partitions; longer names have a line of their own."""
 NOTHING: Final = (
@@ -53,12 +52,6 @@ def share(part: float, whole: float) -> str:
     shown = "99.9" if part < whole and shown == "100.0" else shown
     shown = "0.1" if part and shown == "0.0" else shown
     return f"{shown.removesuffix('.0')}%"
-
-
-def listed(names: Sequence[str], limit: int = 5) -> str:
-    """The first names, and how many are left."""
-    left = len(names) - limit
-    return ", ".join(names[:limit]) + (f", and {left} more" if left > 0 else "")
 
 
 def wrapped(words: str, indent: int = 0, hanging: int = 2) -> list[str]:
@@ -115,8 +108,6 @@ def facts(report: Facts) -> Iterator[str]:
             f"{many(grown.get('recordings', 0), 'recording')} made, {many(grown.get('replays', 0), 'replay')}, "
             f"{many(grown.get('warmups', 0), 'warm-up')}, {size(grown.get('copied_bytes', 0))} copied"
         )
-    if report.settled is False:
-        yield "it did not settle: calls went on recording or compiling"
 
 
 # ---- what costs most
@@ -297,27 +288,18 @@ def table(graph: GraphReport) -> Iterator[str]:
 
 
 def _facts(part: PartitionReport) -> Iterator[str]:
-    """Say where a captured partition's inputs and outputs lie, and why its recordings were made."""
+    """Say where a captured partition's inputs and outputs lie."""
     found = []
     if part.copied_inputs:
         copied = [f"{each.name} ({size(each.num_bytes)})" for each in part.copied_inputs]
-        found.append(f"copies {listed(copied)} in every replay")
+        found.append(f"copies {listed(copied, 5)} in every replay")
     if part.static_inputs:
         found.append(f"reads {many(part.static_inputs, 'static input')} in place")
     if part.output_bytes:
         found.append(f"outputs {size(part.output_bytes)}")
     if warmups := part.counts.get("warmups", 0):
         found.append(many(warmups, "warm-up"))
+    if times := [each.record_ms for each in part.recordings if each.record_ms is not None]:
+        found.append(f"a recording takes {milliseconds(sum(times) / len(times))}")
     if found:
         yield "; ".join(found)
-    made = part.counts.get("recordings", len(part.recordings))
-    shown = [*enumerate(part.recordings, made - len(part.recordings) + 1)][-_SHOWN:]
-    if made > 1 or any(each.cause != "first" for each in part.recordings):
-        for number, each in shown:
-            warm_up = (
-                "" if each.warm_up_ms is None else f", warm-up {milliseconds(each.warm_up_ms)}"
-            )
-            took = "" if each.record_ms is None else f" ({milliseconds(each.record_ms)}{warm_up})"
-            yield f"recording {number}{took}: {each.cause}: {each.detail}"
-    if len(shown) < made:
-        yield f"{made - len(shown)} earlier recordings are not listed"

@@ -19,6 +19,7 @@ from cgpass.runtime.writes import has_place
 log = logging.getLogger(__name__)
 
 _NOT: Final = "cgpass.verify: %s: %s: not verified"
+_DRAWN: Final = "the state of generator {} (random numbers were not drawn as without a graph)"
 
 
 class verify(contextlib.ExitStack):  # noqa: N801  called as the functions beside it are
@@ -31,10 +32,10 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
         >>> checks.checked
         2
 
-    Of each captured partition every n-th call also runs without a graph, on copies of the inputs and with the random
-    numbers that the replay drew; what it returns and writes is compared bit by bit. That waits for the device.
-    Partitions that communicate are left out, and kernels that give other bits in each run can't be compared: a warning
-    names them. `torch.use_deterministic_algorithms(True)` chooses others.
+    Of each captured partition every n-th call also runs without a graph, on copies of the inputs and with the same
+    random numbers; what it returns and writes is compared bit by bit. That waits for the device. A warning names
+    partitions that can't be compared: those that communicate, and whose kernels give other bits in each run
+    (`torch.use_deterministic_algorithms(True)` chooses others).
 
     Raises:
         OptionError: `every` is no positive integer.
@@ -63,12 +64,9 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
             log.warning(_NOT, runner.name, "what communicates can't run once more alone")
             return run
 
-        def checked(args: list[Any]) -> Any:
-            if next(calls) % self._every or runner.owner.bypassed:
-                return run(args)
-            return self._check(step.made, runner, run, args)
-
-        return checked
+        check = functools.partial(self._check, step.made, runner, run)
+        is_due = lambda: not (next(calls) % self._every or runner.owner.bypassed)  # noqa: E731
+        return lambda args: check(args) if is_due() else run(args)
 
     def _check(
         self, made: Sequence[str], runner: PartitionRunner, run: Run, args: list[Any]
@@ -79,19 +77,19 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
         generators += map(torch_private.default_generator, {torch.device("cpu"), device})
         copies = _copied(args, [*written, *layout.pooled])
         inputs, before = list(args), [each.get_state() for each in generators]
-        names = [f"input {layout.infos[i].name}, which it writes," for i in written]
-        drawn = "(random numbers were not drawn as without a graph)"
-        names += [f"the state of generator {n} {drawn}" for n in range(len(generators))]
 
         def found(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
             return [*outputs, *(inputs[i] for i in written), *(g.get_state() for g in generators)]
+
+        def set_states(states: Sequence[torch.Tensor]) -> None:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
         def without_a_graph() -> list[Any]:
             values = _copied(copies, written)
             put_on_the_device(values, layout.seeds, device)
             inputs = list(values)
-            for generator, state in zip(generators, before, strict=True):
-                generator.set_state(state)
+            set_states(before)
             with torch.inference_mode(False), torch.no_grad():
                 return found(runner.fn(values), inputs)
 
@@ -99,8 +97,10 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
         if recording is None:
             return outputs, recording
         self.checked += 1
-        given = dict(enumerate(made))
-        names = [f"output {n} ({given.get(n, 'unnamed')})" for n in range(len(outputs))] + names
+        made = made or ["unnamed"] * len(outputs)
+        names = [f"output {n} ({name})" for n, name in enumerate(made)]
+        names += [f"input {layout.infos[i].name}, which it writes," for i in written]
+        names += [_DRAWN.format(n) for n in range(len(generators))]
         ours = found(outputs, inputs)
         try:
             plain = without_a_graph()
@@ -113,8 +113,7 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
                     "unsafe_ops, and report it."
                 )
         finally:
-            for generator, state in zip(reversed(generators), reversed(ours), strict=False):
-                generator.set_state(state)
+            set_states(ours[len(ours) - len(generators) :])
         return outputs, recording
 
 
@@ -133,8 +132,6 @@ def _difference(name: str, a: Any, b: Any) -> str | None:
     """How a value differs from what it is without a graph; None if it is the same bit by bit."""
     if not isinstance(a, torch.Tensor):
         return None if a is b or a == b else f"{name} is {a!r}, and {b!r} without a graph"
-    if a.is_sparse or a.is_nested:
-        return None
     flat = (t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1, 1) for t in (a, b))
     ours, plain = (each.view(torch.uint8) for each in flat)
     if not (count := int((ours != plain).any(-1).sum())):

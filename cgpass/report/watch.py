@@ -17,9 +17,8 @@ import torch
 from torch.utils.benchmark import Timer
 
 from cgpass import telemetry, torch_private
-from cgpass.compile.facts.breaks import place_of
+from cgpass.compile.facts.breaks import graph_breaks, left_to_eager, place_of, recompiled
 from cgpass.options import Options
-from cgpass.report import eager
 from cgpass.report.model import CopiedInput, GraphReport, PartitionReport
 from cgpass.report.report import Report
 from cgpass.runtime import native
@@ -35,7 +34,6 @@ Key = tuple[int, str]
 
 _TIMED: Final = 4096
 """Calls of partitions in one block that events are recorded around."""
-_NOTHING: Final = dataclasses.asdict(telemetry.CallStats())
 _COMPARED: Final = 5
 """Calls that are timed with graphs, and without."""
 SIMULATED: Final = "cpu (simulated graphs: right in what they do, no measure of speed)"
@@ -68,20 +66,19 @@ def _report(
     clock: "_Clock",
 ) -> Report:
     """Report what came after a moment; until then torch had noted some graph breaks and compilations."""
-    counters = telemetry.counters()
-    graphs, owners = list[GraphReport](), dict[int, Owner]()
+    after, graphs, owners = telemetry.now(), list[GraphReport](), dict[int, Owner]()
     for number, (summary, runs) in telemetry.graph_runs().items():
-        if calls := telemetry.calls_of(runs) - before.calls.get(number, 0):
+        if calls := after.calls.get(number, 0) - before.calls.get(number, 0):
             graphs.append(_graph(number, summary, runs, calls, before, clock))
             owners.update((id(each.owner), each.owner) for each in live(runs) if each.owner)
-    met, left = eager.graph_breaks(breaks, graphs)
-    left = [*eager.left_to_eager(notes), *left]
+    met, left = graph_breaks(breaks, graphs)
+    left = [*left_to_eager(notes), *left]
     known = {place_of(each.line) for each in left}
-    others = [
-        (each, [now - then for now, then in zip(telemetry.calls_of_other(each), old, strict=True)])
-        for each in telemetry.others()
-        if (old := before.others.get(each, (0, 0, 0)))[0] < each.calls
-    ]
+    others = {
+        each: [now - then for now, then in zip(counts, was, strict=True)]
+        for each, counts in after.others.items()
+        if (was := before.others.get(each, (0, 0, 0)))[0] < counts[0]
+    }
     pools = [n for owner in owners.values() if (n := owner.driver.pool_bytes()) is not None]
     on_cuda = torch.cuda.is_initialized()  # asking for the name would do that
     simulated = "simulated" in ({g.driver for g in graphs} - {None} or {Options.parse(None).driver})
@@ -95,13 +92,11 @@ def _report(
         graphs=tuple(graphs),
         left_to_eager=tuple(dict.fromkeys(left)),
         graph_breaks=counted(each for each in met if place_of(each.line) not in known),
-        recompilations=tuple(
-            each for each in eager.recompiled(notes) if place_of(each.line) not in known
-        ),
-        others=tuple(each.explain() for each, _ in others),
-        whole_steps=sum(whole for _, (_, whole, _) in others),
-        steps=sum(later for _, (_, _, later) in others),
-        counters={name: n - before.counters.get(name, 0) for name, n in counters.items()},
+        recompilations=tuple(r for r in recompiled(notes) if place_of(r.line) not in known),
+        others=tuple(each.explain() for each in others),
+        whole_steps=sum(whole for _, whole, _ in others.values()),
+        steps=sum(later for _, _, later in others.values()),
+        counters=telemetry.grown(after.counters, before.counters),
         native=native.loader.status,
         pool_bytes=sum(pools) if pools else None,
         graphs_ms=clock.in_graphs if clock.device_ms else None,
@@ -123,25 +118,23 @@ def _graph(
     clock: "_Clock",
 ) -> GraphReport:
     captured, warmups = dict[str, dict[str, Any]](), 0
-    for run in runs:
-        for name, part in run.parts.items():
-            counts, noted = before.parts.get((number, name), (_NOTHING, None))
-            grown = {n: now - counts[n] for n, now in dataclasses.asdict(part.stats).items()}
-            warmups = max(warmups, excused(grown))
-            notes = list(part.notes)[max(0, len(part.notes) - grown["recordings"]) :]
-            if summary.driver == "simulated":  # times of what is simulated say nothing
-                notes = [replace(note, record_ms=None, warm_up_ms=None) for note in notes]
-            captured[name] = {
-                "calls": grown["calls"] - excused(grown),
-                "replays": grown["replays"],
-                "counts": grown,
-                "recordings": tuple(notes),
-                "reasons": part.reasons.told(grown, noted),
-            }
-    for executor in live(runs):
-        for step in executor.plan.steps:
-            if isinstance(step.run, PartitionRunner):
-                captured[step.name] |= _memory(step.run)
+    for name, part in (item for run in runs for item in run.parts.items()):
+        counts, noted = before.parts.get((number, name), ({}, None))
+        grown = telemetry.grown(dataclasses.asdict(part.stats), counts)
+        warmups = max(warmups, excused(grown))
+        notes = list(part.notes)[max(0, len(part.notes) - grown["recordings"]) :]
+        if summary.driver == "simulated":  # times of what is simulated say nothing
+            notes = [replace(note, record_ms=None, warm_up_ms=None) for note in notes]
+        captured[name] = {
+            "calls": grown["calls"] - excused(grown),
+            "replays": grown["replays"],
+            "counts": grown,
+            "recordings": tuple(notes),
+            "reasons": part.reasons.told(grown, noted),
+        }
+    for step in (step for executor in live(runs) for step in executor.plan.steps):
+        if isinstance(step.run, PartitionRunner):
+            captured[step.name] |= _memory(step.run)
     parts = tuple(
         PartitionReport(
             **vars(part)
@@ -151,9 +144,10 @@ def _graph(
         )
         for part in summary.partitions
     )
+    ops = summary.num_ops or sum(part.num_ops for part in parts)
     told: dict[str, Any] = {"partitions": parts, "why": counted(summary.why)}
-    told["num_ops"] = summary.num_ops or sum(part.num_ops for part in parts)
-    return GraphReport(**vars(summary) | told, calls=calls)
+    told |= {"num_ops": ops, "calls": calls}
+    return GraphReport(**vars(summary) | told)
 
 
 def _memory(runner: PartitionRunner) -> dict[str, Any]:

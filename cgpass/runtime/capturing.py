@@ -18,7 +18,7 @@ from cgpass import torch_private
 from cgpass.runtime import changes
 from cgpass.runtime.changes import Mode
 
-_lock = threading.RLock()  # a collection inside may come back here
+_lock = changes.new_lock()  # a collection inside may come back here
 _captures: "list[Capture]" = []
 _waiting: list[Callable[[], None]] = []
 _left: list[Callable[[], None]] = []
@@ -99,12 +99,10 @@ def _run_waiting() -> None:
 
 
 def _go_on_without_others() -> None:
-    """In a process that was forked: what other threads had under way, or the lock, is not in it."""
-    global _lock
-    _lock = threading.RLock()
+    """In a process that was forked: what other threads had under way is not in it."""
     _left.extend(_waiting)
     _waiting.clear()
-    changes.undo_other_threads()
+    changes.forget_other_threads()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

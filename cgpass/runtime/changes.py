@@ -12,8 +12,9 @@ Note [Changes that are broken off]
 
 import sys
 import threading
+import weakref
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 
 class Change:
@@ -87,8 +88,21 @@ def mend(changes: list[Change]) -> None:
                 changes.remove(change)
 
 
-def undo_other_threads() -> None:
-    """In a process that was forked: end the modes of threads that are not in it."""
+_locks: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+def new_lock() -> Any:
+    """A lock that the thread which has it may take again, and that a forked process finds free of other threads."""
+    lock = threading.RLock()
+    _locks.add(lock)
+    return lock
+
+
+def forget_other_threads() -> None:
+    """In a process that was forked: free the locks and end the modes of threads that are not in it."""
+    for lock in _locks:
+        if not lock._is_owned():
+            lock._at_fork_reinit()
     for change in reversed(open_modes.copy()):
         if change.thread != threading.get_ident():
             change.undo()

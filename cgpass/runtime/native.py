@@ -38,6 +38,7 @@ from typing import Final
 import torch
 
 from cgpass.runtime import fast
+from cgpass.runtime.changes import new_lock
 from cgpass.telemetry import progress
 
 if sys.platform != "win32":  # where nothing is compiled
@@ -98,72 +99,84 @@ def build(*, keep: bool = False) -> Path:
     Raises:
         BuildError: Says why that can't be.
     """
-    path = cache_folder() / file_name()
     try:
+        path = cache_folder() / file_name()
         try:
             return _built(path)
         except OSError as error:
             if keep:
                 raise
-            folder = tempfile.mkdtemp(prefix="cgpass-")
-            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            folder = _temporary_folder()
             log.info("native code is compiled for this process alone, in %s: %s", folder, error)
-            return _built(Path(folder) / path.name)
+            return _built(folder / path.name)
     except OSError as error:
         raise BuildError(str(error), _ELSEWHERE) from error
 
 
+def _temporary_folder(beside: Path | None = None) -> Path:
+    """A folder that is gone when this process ends, whatever becomes of processes that it forks."""
+    folder = tempfile.mkdtemp(prefix="cgpass-", dir=beside)
+    atexit.register(_remove, folder, os.getpid())
+    return Path(folder)
+
+
+def _remove(folder: str, process: int) -> None:
+    if process == os.getpid():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _built(path: Path) -> Path:
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(path.parent):
-            if not path.exists():
-                _compile(path)
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(path.parent):
+        if path.exists():
+            return path
+        log.info(
+            "native code for torch %s is compiled, once, to %s", torch.__version__, path.parent
+        )
+        folder = _temporary_folder(path.parent)
+        try:
+            made = folder / path.name
+            _compile(made)
+            with made.open("rb") as file:
+                os.fsync(file.fileno())  # loading part of it would crash
+            made.replace(path)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
     return path
 
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """A block that one process runs at a time, where the file system has locks."""
-    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-    try:
+    with (folder / ".lock").open("w") as file:
         with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            fcntl.lockf(file, fcntl.LOCK_EX)  # not flock: a forked child would have it, too
         yield
-    finally:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough where a forked child has it
-        os.close(handle)
 
 
-def _compile(path: Path) -> None:
-    """Compile into a folder beside `path`, and give the file its name once it is complete."""
-    log.info("native code for torch %s is compiled, once, to %s", torch.__version__, path.parent)
-    # Gone when the process ends before the compiler does, which then has nowhere to write to.
-    with tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as folder:
-        made = Path(folder) / path.name
-        command = _command(made)
-        try:
-            run = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=os.environ | {"TMPDIR": folder},
-                text=True,
-                errors="replace",
-                check=False,
-            )
-        except OSError as error:
-            raise BuildError(f"{command[0]} can't be run: {error.strerror}", _INSTALL) from error
-        if run.returncode:
-            lines = run.stdout.splitlines()
-            first = next((line for line in lines if "error" in line), lines[0] if lines else "")
-            why = f"{command[0]} failed with status {run.returncode}: {first}".removesuffix(": ")
-            raise BuildError(why, _ANOTHER, run.stdout)
-        with made.open("rb") as file:
-            os.fsync(file.fileno())  # loading part of it would crash
-        made.replace(path)
+def _compile(made: Path) -> None:
+    """Run the compiler; where this process ends before, `made` is gone, and there is nowhere to write to."""
+    command = _command(made)
+    try:
+        run = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"TMPDIR": str(made.parent)},
+            text=True,
+            errors="replace",
+            check=False,
+        )
+    except OSError as error:
+        raise BuildError(f"{command[0]} can't be run: {error.strerror}", _INSTALL) from error
+    if run.returncode:
+        lines = run.stdout.splitlines()
+        first = next((line for line in lines if "error" in line), lines[0] if lines else "")
+        why = f"{command[0]} failed with status {run.returncode}: {first}".removesuffix(": ")
+        raise BuildError(why, _ANOTHER, run.stdout)
 
 
 def _command(made: Path) -> list[str]:
@@ -210,7 +223,7 @@ class Loader:
         self._process: int | None = None
         """The one that it was started in; a thread is not forked."""
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def start(self, setting: progress.Setting = "off") -> None:
         """See Note [When native code is compiled]. Waits for nothing.

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from cgpass import torch_private
 from cgpass.runtime import changes, fast, native
-from cgpass.runtime.changes import Change, open_modes
+from cgpass.runtime.changes import Change, new_lock, open_modes
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.writes import has_place
 
@@ -105,7 +105,7 @@ class Owner:
     def __init__(self, driver: GraphDriver, *, max_pending_calls: int = 16) -> None:
         self.driver = driver
         self.max_pending_calls = max_pending_calls
-        self.lock = threading.RLock()
+        self.lock = new_lock()
         self.closed = False
         self._slots = [Slot()]
         self._births = 0
@@ -361,10 +361,15 @@ def release_all() -> None:
 
 
 def release_idle() -> None:
-    """Free every recording whose owner is in no other thread's call: that may be what is to be aborted."""
+    """The same without waiting: what another thread's call has is freed when the next one begins.
+
+    That call may be what is to be aborted, or wait for a lock that the caller has (Dynamo's own in its `reset`).
+    """
     for owner in list(_owners):
         if owner.lock.acquire(blocking=False):
             try:
                 owner.release()
             finally:
                 owner.lock.release()
+        else:
+            owner.changes.append(owner.changing())

@@ -200,10 +200,12 @@ class PartitionRunner:
                 self._say_once("transform", _BYPASSED["transform"])
             code = owner.bypassed if owner.bypassed in _BYPASSED else None
             return self._run_plainly(args, code, _BYPASSED.get(owner.bypassed, ""))
-        if self.check_layout and self.written and shared_with_written(args, self.written):
-            why = "it writes inputs, and some of its inputs share memory"
-            self._say_once("shared", why, "pass tensors that share none")
-            return self._run_plainly(args)
+        if self.check_layout and (shared := shared_with_written(args, self.written)):
+            tensors = [i for i, value in enumerate(args) if isinstance(value, torch.Tensor)]
+            alike = [i for i in tensors if args[i].untyped_storage().data_ptr() in shared]
+            why = f"it writes inputs, and these share memory: {describe(layout.infos, alike)}"
+            self._say_once("shares_memory", why)
+            return self._run_plainly(args, "shares_memory", why)
         shape, key = layout.shape_key(args), layout.static_key(args)
         if last is None or last[0] != shape or last[1] != key:
             last = (shape, key, self.table.recordings(shape, *layout.split(key)))

@@ -32,22 +32,15 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from cgpass import torch_private
 from cgpass.errors import CaptureError, CheckpointError, InputError
-from cgpass.runtime.changes import Mode
+from cgpass.runtime.changes import Mode, new_lock
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 STATE_BYTES: Final = torch.default_generator.get_state().numel()
 _GOLDEN = 0x9E3779B97F4A7C15
 _STEPS_OF_A_CALL = 1 << 26
 """How far a call in "paired" mode moves the user's generator: more than any operator draws, and calls never meet."""
-_drawing = threading.RLock()
+_drawing = new_lock()
 """One operator of a pair draws at a time: it reads where a generator stands, or stands in for it."""
-
-
-class _Positions(threading.local):
-    """The positions at which the pairs drew in one thread's call."""
-
-    def __init__(self) -> None:
-        self.by_number: list[Any] = []
 
 
 class ForwardState:
@@ -55,7 +48,8 @@ class ForwardState:
 
     __slots__ = ("_generator", "_number", "_positions")
 
-    def __init__(self, generator: torch.Generator, positions: _Positions, number: int) -> None:
+    def __init__(self, generator: torch.Generator, positions: threading.local, number: int) -> None:
+        """`positions.by_number` are where the pairs drew in one thread's call."""
         self._generator = generator
         self._positions = positions
         self._number = number
@@ -123,7 +117,7 @@ class ExactForward(_Caller):
 
     def __init__(self, fn: Boxed, devices: Sequence[torch.device], positions_at: int) -> None:
         super().__init__(fn, devices, positions_at)
-        self._positions = _Positions()
+        self._positions = threading.local()
         self._nowhere = [_position_of(generator) for generator in self._generators]
         self._states = [
             ForwardState(generator, self._positions, number)
@@ -145,16 +139,15 @@ class _Private(_Caller):
 
     def __init__(self, fn: Boxed, devices: Sequence[torch.device], positions_at: int) -> None:
         super().__init__(fn, devices, positions_at)
-        self._states = [_private_generator(generator) for generator in self._generators]
-        self._seeds: list[int | None] = [None] * len(devices)
-        self._lock = threading.RLock()
+        self._states = [
+            torch.Generator() if generator.device.type == "cpu" else generator.clone_state()
+            for generator in self._generators
+        ]
+        self._lock = new_lock()
 
     def _put(self, number: int, seed: int, offset: int) -> None:
-        """Set a CUDA generator; asking it for its seed costs as much as setting that."""
-        if self._seeds[number] != seed:
-            self._seeds[number] = None
-            self._states[number].manual_seed(seed)
-            self._seeds[number] = seed
+        """Set a CUDA generator."""
+        self._states[number].manual_seed(seed)
         self._states[number].set_offset(offset)
 
 
@@ -281,10 +274,6 @@ class _InPlaceOf(Mode):
 
 
 # ---- generators and positions
-
-
-def _private_generator(user: torch.Generator) -> torch.Generator:
-    return torch.Generator() if user.device.type == "cpu" else user.clone_state()
 
 
 def _position_of(generator: torch.Generator) -> Any:

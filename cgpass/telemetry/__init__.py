@@ -62,6 +62,8 @@ class CompileStats:
 class ByHand(CallStats):
     """Counts of what was graphed by hand: it belongs to no compiled graph, and summaries list it by itself."""
 
+    whole_calls = later_calls = 0
+
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
@@ -106,19 +108,19 @@ class Moment:
     parts: Mapping[tuple[int, str], tuple[dict[str, int], Noted]] = field(default_factory=dict)
     """Counts of captured partitions and what was noted of their calls, by graph and name."""
     others: Mapping[Any, tuple[int, int, int]] = field(default_factory=dict)
-    """Of what runs beside compiled graphs; see `calls_of_other`."""
+    """Of training steps and what was graphed by hand: calls, those that were one graph, and all but first ones."""
 
 
 @dataclass
 class _Registry:
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.RLock = field(default_factory=threading.RLock)  # a signal may come inside
     compiled: CompileStats = field(default_factory=CompileStats)
     calls: list[CallStats] = field(default_factory=list)
     """Of all that ever counted: a few numbers each, which stay in the totals."""
     graphs: dict[int, tuple[GraphSummary, tuple[GraphRun, ...]]] = field(default_factory=dict)
     """By number, oldest first, each with what runs it."""
-    others: weakref.WeakKeyDictionary[Any, None] = field(default_factory=weakref.WeakKeyDictionary)
-    """What runs beside compiled graphs."""
+    others: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    """Training steps and what was graphed by hand, which summaries list as their `explain()` does."""
     since: Moment = field(default_factory=Moment)
     """When the summary began."""
     listeners: list[Callable[[int, GraphRun], None]] = field(default_factory=list)
@@ -134,26 +136,15 @@ def new_call_stats(name: str | None = None) -> CallStats:
     stats = CallStats() if name is None else ByHand(name)
     with _registry.lock:
         _registry.calls.append(stats)
-    if name is not None:
-        add_other(stats)
+        if name is not None:
+            _registry.others.add(stats)
     return stats
 
 
-def add_other(one: Any) -> None:
-    """Have summaries list what belongs to no compiled graph, as its `explain()` does, as long as it lives."""
+def add_step(step: Any) -> None:
+    """Have summaries list a training step as long as it lives."""
     with _registry.lock:
-        _registry.others[one] = None
-
-
-def others() -> list[Any]:
-    """Training steps and what was graphed by hand, as long as it lives."""
-    with _registry.lock:
-        return list(_registry.others)
-
-
-def calls_of_other(one: Any) -> tuple[int, int, int]:
-    """Count calls of one of `others()`; of a training step also those that were one graph, and all but first ones."""
-    return one.calls, getattr(one, "whole_calls", 0), getattr(one, "later_calls", 0)
+        _registry.others.add(step)
 
 
 new_function: Final = itertools.count().__next__
@@ -186,12 +177,7 @@ def listen(listener: Callable[[int, GraphRun], None]) -> Callable[[], None]:
     for number, (_, runs) in graph_runs().items():
         for run in runs:
             listener(number, run)
-
-    def end() -> None:
-        if listener in _registry.listeners:
-            _registry.listeners.remove(listener)
-
-    return end
+    return lambda: _registry.listeners.remove(listener)
 
 
 def replace_partition(graph: int, part: PartitionSummary) -> None:
@@ -236,6 +222,11 @@ def counters() -> dict[str, int]:
     return counts
 
 
+def grown(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    """Growth of each count; what was not there before was zero."""
+    return {name: count - before.get(name, 0) for name, count in now.items()}
+
+
 def graph_runs() -> dict[int, tuple[GraphSummary, tuple[GraphRun, ...]]]:
     """All graphs by number, oldest first, each with what runs it."""
     with _registry.lock:
@@ -247,25 +238,19 @@ def graphs(since: int = 0) -> tuple[GraphSummary, ...]:
     return tuple(graph for number, (graph, _) in graph_runs().items() if number >= since)
 
 
-def calls_of(runs: Sequence[GraphRun]) -> int:
-    """Calls of a graph."""
-    return sum(run.tally.calls for run in runs)
-
-
 def now() -> Moment:
     """Look at all counts."""
     runs = graph_runs().items()
-    return Moment(
-        counters(),
-        {number: calls_of(each) for number, (_, each) in runs},
-        {
-            (number, name): (dataclasses.asdict(part.stats), part.reasons.noted())
-            for number, (_, each) in runs
-            for run in each
-            for name, part in run.parts.items()
-        },
-        weakref.WeakKeyDictionary((each, calls_of_other(each)) for each in others()),
-    )
+    parts = {
+        (number, name): (dataclasses.asdict(part.stats), part.reasons.noted())
+        for number, (_, each) in runs
+        for run in each
+        for name, part in run.parts.items()
+    }
+    calls = {number: sum(run.tally.calls for run in each) for number, (_, each) in runs}
+    with _registry.lock:
+        others = [(x, (x.calls, x.whole_calls, x.later_calls)) for x in _registry.others]
+    return Moment(counters(), calls, parts, weakref.WeakKeyDictionary(others))
 
 
 def begin_summary() -> None:

@@ -16,6 +16,8 @@ OTHER_FIXES: Final = {
     "out_of_memory": "free memory, or keep fewer recordings (max_recordings); after cgpass.reset() the next "
     "calls try again",
     "no_placeholder": "pass the input as a dense tensor",
+    "raised": "see the error",
+    "shares_memory": "pass tensors that share no memory, as by clone()",
     "max_recordings": "pad inputs to a few sizes, or raise max_recordings",
     "max_pending_calls": "call it under torch.no_grad() if no backward is meant, detach what is kept, or raise "
     "max_pending_calls",
@@ -160,6 +162,12 @@ class CallReasons:
             detail, line = details[code]
             detail = f"{n} of {many(calls, 'call')} ran without a graph: {detail}"
             found.append(Reason(code, "", detail, OTHER_FIXES[code], line))
+        ended = counts["plain_calls"] + counts["warmups"] + counts["replays"]
+        if (raised := calls - ended) > 0:
+            detail = (
+                f"{raised} of {many(calls, 'call')} did not end: they raised an error, or go on"
+            )
+            found.append(Reason("raised", "", detail, OTHER_FIXES["raised"]))
         if excused(counts) == counts["warmups"]:
             return tuple(found)
         idle, changed = counts["warmups"] - counts["recordings"], self._changed - changed_before

@@ -26,11 +26,6 @@ class PartitionSummary:
         """True if something in it can't be captured."""
         return not self.captured and not all(reason.is_chosen for reason in self.reasons)
 
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """A line for each reason."""
-        return tuple(map(str, counted(self.reasons)))
-
 
 @dataclass(frozen=True)
 class GraphSummary:
@@ -69,9 +64,8 @@ class GraphSummary:
             f"{self.name}: {many(len(captured), 'partition')} captured ({_operators(captured)}), "
             f"{len(eager)} eager ({_operators(eager)})"
         )
-        return "\n".join(
-            [head, *(f"  {p.name}: {line}" for p in self.partitions for line in p.lines)]
-        )
+        why = [f"  {p.name}: {reason}" for p in self.partitions for reason in counted(p.reasons)]
+        return "\n".join([head, *why])
 
 
 def _operators(parts: Sequence[PartitionSummary]) -> str:

@@ -9,13 +9,18 @@ import torch
 
 from cgpass.torch_private.compiling import replaced
 
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Number of the backward pass that this thread works for, negative outside of one. Numbers don't come back.
 
-def graph_task() -> int:
-    """Number of the backward pass that this thread works for, negative outside of one. Numbers don't come back.
+Source: torch/csrc/autograd/graph_task.h, 2.11 to 2.15.
+"""
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether the running backward pass leaves its graph for another one (`retain_graph=True`).
 
-    Source: torch/csrc/autograd/graph_task.h, 2.11 to 2.15.
-    """
-    return torch._C._current_graph_task_id()
+Source: torch/csrc/autograd/init.cpp, 2.11 to 2.15.
+"""
+outside_dynamo: Callable[..., Any] = torch._disable_dynamo
+"""A function, never traced by Dynamo, nor what it calls."""
 
 
 def after_backward(callback: Callable[[], None]) -> None:
@@ -25,6 +30,19 @@ def after_backward(callback: Callable[[], None]) -> None:
     """
     engine: Any = torch.autograd.Variable._execution_engine  # pyrefly: ignore
     engine.queue_callback(callback)
+
+
+def next_number() -> int:
+    """Return the number that the next node of an autograd graph gets in this thread.
+
+    Source: torch/csrc/autograd/init.cpp `_get_sequence_nr`, 2.11 to 2.15.
+    """
+    return torch._C._autograd._get_sequence_nr()  # pyrefly: ignore
+
+
+def number_of(node: Any) -> int:
+    """Return the number of a node; nodes that add to a leaf's gradient have one above all."""
+    return node._sequence_nr()
 
 
 def saved_on(node: Any) -> Iterator[Any]:
@@ -76,14 +94,6 @@ def check_versions(node: Any) -> None:
         getattr(node, plain if hasattr(type(node), plain) else plain.removeprefix("_"))
 
 
-def keeps_graph() -> bool:
-    """Tell whether the running backward pass leaves its graph for another one (`retain_graph=True`).
-
-    Source: torch/csrc/autograd/init.cpp `_get_current_graph_task_keep_graph`, 2.11 to 2.15.
-    """
-    return torch._C._autograd._get_current_graph_task_keep_graph()
-
-
 @functools.cache
 def _raw_saved(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
@@ -111,17 +121,13 @@ def checkpoint_hooks(
         del marked._user_hooks
 
 
-def outside_dynamo(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, never traced by Dynamo, nor what it calls."""
-    return torch._disable_dynamo(fn)
-
-
 @contextlib.contextmanager
 def double_backwards_raise(error: Callable[[], Exception]) -> Iterator[None]:
     """Have what AOTAutograd compiles inside raise an error of ours where its gradients are differentiated again.
 
     AOTAutograd makes an autograd function for each graph, whose gradients under `create_graph=True` end in a node that
-    raises; ours does before it.
+    raises, if they depend on saved tensors that require grad. Autograd leaves such nodes out where they lead to nothing
+    that is wanted; ours leads to all leaves that the gradients depend on.
 
     Source: torch/_functorch/_aot_autograd/runtime_wrappers.py, `CompiledFunction`; _dynamo/decorators.py `skip`, 2.11 to
     2.15.
@@ -145,21 +151,37 @@ def _once_differentiable(
     from torch._dynamo.decorators import skip
 
     def once(ctx: Any, *grads: Any) -> Any:
-        found = tuple(backward(ctx, *grads))
         if not torch.is_grad_enabled():
-            return found
-        return _only_once(error, torch.empty(0, requires_grad=True), *found)
+            return backward(ctx, *grads)
+        given = (
+            grads[0] if isinstance(grads[0], list) else grads
+        )  # 2.14 gives one list, to be emptied
+        sources = [*_leaves(ctx), *given]
+        return _only_once(error, tuple(backward(ctx, *grads)), *sources)
 
     skip(once)  # where a compiled function calls the backward, Dynamo looks at each frame in it
     return once
 
 
+def _leaves(node: Any) -> list[torch.Tensor]:
+    """Leaves that a node of an autograd graph leads to."""
+    seen, due, found = set(), [node], []
+    while due:
+        if (at := due.pop()) is None or at in seen:
+            continue
+        seen.add(at)
+        due += [each for each, _ in at.next_functions]
+        if hasattr(at, "variable"):
+            found.append(at.variable)
+    return found
+
+
 class _OnlyOnce(torch.autograd.Function):
-    """Gradients under `create_graph=True`: theirs raise."""
+    """Gradients under `create_graph=True`: theirs raise. They depend on the tensors behind them."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:  # pyrefly: ignore[bad-override]
-        ctx.error, _, *found = args
+        ctx.error, found, *_ = args
         return tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in found)
 
     @staticmethod

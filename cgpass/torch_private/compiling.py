@@ -3,7 +3,6 @@
 import contextlib
 import contextvars
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -70,25 +69,14 @@ def compile_with_inductor(
     return compiled
 
 
-@contextlib.contextmanager
-def compiled_by_themselves() -> Iterator[None]:
-    """Have Inductor use its own cache for graphs that AOTAutograd's keeps before they are compiled."""
-    from torch._functorch import config
-
-    with config.patch(bundled_autograd_cache=False):
-        yield
-
-
 def compile_with_aten(
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
     *,
-    forward: Callable[..., Any],
-    backward: Callable[..., Any],
-    inference: Callable[..., Any],
+    compiler: Callable[..., Any],
     partition_fn: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Run AOTAutograd without Inductor and without decompositions.
+    """Run AOTAutograd without Inductor and without decompositions; the compiler is called as `inner_compile` is.
 
     Tokens that order effects are made in the graph, as for Inductor: as inputs of the graph they would shift what
     AOTAutograd says of inputs and outputs by their positions.
@@ -97,9 +85,9 @@ def compile_with_aten(
     from torch._functorch import config as functorch_config
 
     backend = aot_autograd(
-        fw_compiler=forward,
-        bw_compiler=backward,
-        inference_compiler=inference,
+        fw_compiler=compiler,
+        bw_compiler=functools.partial(compiler, is_backward=True),
+        inference_compiler=functools.partial(compiler, is_inference=True),
         partition_fn=partition_fn,
         keep_inference_input_mutations=True,
     )
@@ -113,31 +101,31 @@ def inductor_inner(
     """`compile_fx_inner` with Inductor's own CUDA graphs off; boxed.
 
     Our split is taken out of Inductor's configuration: it has done its work, and Inductor's code cache can't pickle it.
+    That cache is used though AOTAutograd's keeps the graph, as it is before it is compiled.
     """
+    from torch._functorch import config as functorch_config
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.utils import BoxedBool
 
     kwargs["cudagraphs"] = BoxedBool(False)
-    with config.patch(custom_partitioner_fn=None):
+    with (
+        config.patch(custom_partitioner_fn=None),
+        functorch_config.patch(bundled_autograd_cache=False),
+    ):
         return compile_fx_inner(gm, example_inputs, **kwargs)
 
 
 @contextlib.contextmanager
-def own_tracing_context(inputs: Sequence[Any]) -> Iterator[None]:
-    """A fresh TracingContext with the ambient fake mode (that of `inputs` where there is none), for one piece of a graph.
+def own_tracing_context() -> Iterator[None]:
+    """A fresh TracingContext with the ambient fake mode, for one piece of a graph.
 
     A second piece in the same context trips Inductor's check that output strides are reported once, and a piece
     would read the whole backward graph's donated buffers by position.
     """
     from torch._guards import TracingContext, tracing
 
-    outer = TracingContext.try_get()
-    mode = None if outer is None else outer.fake_mode
-    if mode is None:
-        modes = (getattr(value, "fake_mode", None) for value in inputs)
-        mode = next((found for found in modes if found is not None), None)
-    with tracing(TracingContext(mode)):
+    with tracing(TracingContext(TracingContext.get().fake_mode)):
         yield
 
 
@@ -148,30 +136,6 @@ def report_output_strides(strides: Sequence[tuple[Any, ...] | None]) -> None:
     context = TracingContext.try_get()
     if context is not None and context.output_strides is not None and not context.output_strides:
         context.output_strides.extend(strides)
-
-
-def static_input_indices(gm: torch.fx.GraphModule, *, inference: bool) -> tuple[int, ...]:
-    """Positions of a forward or inference graph's inputs that AOTAutograd knows to keep their address."""
-    if (metadata := traced_metadata()) is None:
-        return ()
-    shift = 0
-    if inference and _counts_tokens_as_inputs():
-        made = (str(node.target) for node in gm.graph.nodes)
-        shift = sum(name == "prims._make_token.default" for name in made)
-    return tuple(i - shift for i in metadata.static_input_indices or ())
-
-
-@functools.cache
-def _counts_tokens_as_inputs() -> bool:
-    """Tell if tokens that order effects still count as an inference graph's first inputs once they are none.
-
-    Source: torch/_functorch/_aot_autograd/graph_capture_wrappers.py `handle_effect_tokens_fn`, which counts them from
-    2.13 on, and graph_capture.py, which takes that back in 2.15.
-    """
-    from torch._functorch._aot_autograd import graph_capture, graph_capture_wrappers
-
-    counts = "idx + num_tokens" in inspect.getsource(graph_capture_wrappers)
-    return counts and "idx - num_tokens" not in inspect.getsource(graph_capture)
 
 
 def donate_no_buffers() -> None:

@@ -172,9 +172,25 @@ def static_mark(node: torch.fx.Node) -> str | None:
     return node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
 
 
+def static_inputs(gm: torch.fx.GraphModule) -> frozenset[int]:
+    """Positions of the inputs of Dynamo's graph that are parameters, buffers, or said to keep their address."""
+    nodes = enumerate(gm.graph.find_nodes(op="placeholder"))
+    return frozenset(
+        i
+        for i, node in nodes
+        if static_mark(node) or isinstance(node.meta.get("example_value"), torch.nn.Parameter)
+    )
+
+
 def input_position(node: torch.fx.Node) -> int | None:
-    """Position among Dynamo's inputs of what a placeholder of AOTAutograd's graph stands for, if it is one of them."""
-    return getattr(node.meta.get("desc"), "idx", None)
+    """Position among Dynamo's inputs of what a placeholder of AOTAutograd's graph stands for, if it is (part of) one.
+
+    Source: torch/_functorch/_aot_autograd/descriptors.py, 2.11 to 2.15.
+    """
+    desc = node.meta.get("desc")
+    while hasattr(desc, "base"):  # a part of a tensor subclass
+        desc = desc.base
+    return getattr(desc, "idx", None)
 
 
 def handles_subclasses(gm: torch.fx.GraphModule) -> bool:

@@ -82,7 +82,7 @@ def leave_modes_above(stacks: tuple[int, int]) -> None:
     Source: torch/utils/_python_dispatch.py `_pop_mode`, torch/overrides.py `_pop_mode`, 2.11 to 2.15.
     """
     dispatch, function = stacks
-    while torch._C._len_torch_dispatch_stack() > dispatch:
+    while num_dispatch_modes() > dispatch:
         torch._C._pop_torch_dispatch_stack(None)
     while torch._C._len_torch_function_stack() > function:
         torch._C._pop_torch_function_stack()
@@ -149,9 +149,9 @@ def autograd_is_plain() -> bool:
         torch.is_grad_enabled()
         and not torch.is_inference_mode_enabled()
         and not torch.is_anomaly_enabled()
-        and torch._C._len_torch_dispatch_stack() == 0
+        and not num_dispatch_modes()
         and not any(map(torch._C._dispatch_tls_is_dispatch_key_included, _TRANSFORMS))
-        and torch.autograd.forward_ad._current_level < 0
+        and not in_forward_ad()
         and not compiled_autograd_is_on()
     )
 

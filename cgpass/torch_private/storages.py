@@ -1,5 +1,6 @@
 """Storages and their addresses."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,9 +46,8 @@ def storage_at(address: int, num_bytes: int, device: torch.device) -> torch.Unty
     return storage  # an UntypedStorage, whatever the stub says
 
 
-def is_zero_tensor(tensor: torch.Tensor) -> bool:
-    """Tell if a tensor stands for zeros and has no memory; forward-mode AD makes such."""
-    return torch._is_zerotensor(tensor)
+is_zero_tensor: Callable[[torch.Tensor], bool] = torch._is_zerotensor
+"""True if a tensor stands for zeros and has no memory; forward-mode AD makes such."""
 
 
 class WeakStorage:

@@ -163,47 +163,37 @@ def numbers(*shape: int, tiny: tuple[int, ...] = ()) -> Callable[[torch.Generato
 
 
 def transformer(
-    name: str, config: str, tiny: bool, small: dict[str, int], **full: Any
-) -> nn.Module:
-    transformers = importlib.import_module("transformers")
-    settings = full | (small if tiny else {})
-    model = getattr(transformers, name)(getattr(transformers, config)(**settings))
-    if "LMHead" in name:
-        model.loss_type = "ForCausalLM"  # else it is looked up with a log message: a graph break
-    return LanguageLoss(model)
+    name: str, small: dict[str, int], full: dict[str, Any] | None = None
+) -> Callable[[bool], nn.Module]:
+    def build(tiny: bool) -> nn.Module:
+        kind = getattr(importlib.import_module("transformers"), name)
+        model = kind(kind.config_class(**(full or {}) | (small if tiny else {})))
+        if "LMHead" in name:
+            model.loss_type = (
+                "ForCausalLM"  # else it is looked up with a log message: a graph break
+            )
+        return LanguageLoss(model)
+
+    return build
 
 
-TINY = {
-    "num_hidden_layers": 1,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "vocab_size": 128,
-}
+TINY = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64}
+TINY |= {"num_attention_heads": 2, "vocab_size": 128}
+GROUPED = TINY | {"num_key_value_heads": 2}
 
-
-def gpt2(tiny: bool) -> nn.Module:
-    small = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 128, "n_positions": 32}
-    return transformer("GPT2LMHeadModel", "GPT2Config", tiny, small, use_cache=False)
-
-
-def bert(tiny: bool) -> nn.Module:
-    return transformer("BertForMaskedLM", "BertConfig", tiny, TINY)
-
-
-def llama(tiny: bool) -> nn.Module:
-    full = {"num_hidden_layers": 16, "hidden_size": 1024, "intermediate_size": 2816}
-    full |= {"num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 32000}
-    small = TINY | {"num_key_value_heads": 2}
-    return transformer("LlamaForCausalLM", "LlamaConfig", tiny, small, use_cache=False, **full)
-
-
-def mixtral(tiny: bool) -> nn.Module:
-    full = {"num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 1792}
-    full |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_local_experts": 8}
-    full |= {"num_experts_per_tok": 2, "vocab_size": 32000, "use_cache": False}
-    small = TINY | {"num_key_value_heads": 2, "num_local_experts": 4}
-    return transformer("MixtralForCausalLM", "MixtralConfig", tiny, small, **full)
+gpt2 = transformer(
+    "GPT2LMHeadModel",
+    {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 128, "n_positions": 32},
+    {"use_cache": False},
+)
+bert = transformer("BertForMaskedLM", TINY)
+SIZES = {"num_hidden_layers": 16, "hidden_size": 1024, "intermediate_size": 2816}
+SIZES |= {"num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 32000}
+llama = transformer("LlamaForCausalLM", GROUPED, SIZES | {"use_cache": False})
+SIZES = {"num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 1792}
+SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_local_experts": 8}
+SIZES |= {"num_experts_per_tok": 2, "vocab_size": 32000, "use_cache": False}
+mixtral = transformer("MixtralForCausalLM", GROUPED | {"num_local_experts": 4}, SIZES)
 
 
 def timm_model(name: str, tiny_name: str, small: dict[str, int], tiny: bool) -> nn.Module:

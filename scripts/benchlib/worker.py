@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import sys
-import tempfile
 import time
 import traceback
 import warnings
@@ -71,12 +70,6 @@ def settled(counts: list[Counts]) -> dict[str, int]:
     sums = [(0, 0), *((each["recordings"], each["plain_calls"]) for each in counts)]
     changed = [n for n in range(1, len(sums)) if sums[n] != sums[n - 1]]
     return {"steps": max(changed, default=0), "recordings": sums[-1][0], "plain_calls": sums[-1][1]}
-
-
-def busy_ms(events: list[dict[str, Any]]) -> float:
-    """Return for how long kernels and copies keep the device busy, from the events of a Chrome trace."""
-    found = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    return round(sum(event.get("dur", 0) for event in found) / 1e3, 4)
 
 
 class Worker:
@@ -160,8 +153,8 @@ class Worker:
         found["counters"] = {key: after[key] - before.get(key, 0) for key in after}
         return found
 
-    def device_use(self) -> dict[str, Any]:
-        """Measure peak memory of warm steps, and for how long one keeps the device busy."""
+    def memory(self) -> dict[str, Any]:
+        """Measure peak memory of warm steps."""
         if self.device.type != "cuda":
             return {}
         gc.collect()
@@ -170,20 +163,10 @@ class Worker:
         for number in range(5):
             self.arm.step(self.batch(number))
         self.synchronize()
-        found = {
+        return {
             "peak_reserved_bytes": torch.cuda.max_memory_reserved(self.device),
             "peak_allocated_bytes": torch.cuda.max_memory_allocated(self.device),
         }
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        self.arm.begin()
-        with torch.profiler.profile(activities=activities) as profile:
-            self.arm.run(self.batch(0))
-            self.synchronize()
-        self.arm.finish()
-        with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            profile.export_chrome_trace(file.name)
-            text = Path(file.name).read_text(errors="replace")
-        return found | {"gpu_busy_ms": busy_ms(json.loads(text, strict=False)["traceEvents"])}
 
     def check(self) -> dict[str, Any]:
         """Compare losses and weights bitwise with the same kernels without graphs."""

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
+from benchlib.models import Attention, feed_forward
 from torch import nn
 from torch.nn import functional as F
 
@@ -171,17 +172,6 @@ def pending_calls(s: Session) -> None:
 
 
 @program
-def forgotten_forwards(s: Session) -> None:
-    module, call = s.compiled(mlp())
-    for n, x in enumerate(s.batches(3, 4, count=6)):
-        loss = loss_of(call(x))
-        s.hold(loss.detach())
-        if n % 2:
-            loss.backward()
-    s.note_gradients(module)
-
-
-@program
 def mutated_inputs(s: Session) -> None:
     def fn(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         state.mul_(0.5).add_(x.sum(0))
@@ -204,24 +194,6 @@ def moved_parameters(s: Session) -> None:
         for (layer, name), parameter in zip(names, others[n // 2 % 2], strict=True):
             layer._parameters[name] = parameter
         s.hold(call(x))
-
-
-@program
-def loaded_weights(s: Session) -> None:
-    module, call = s.compiled(mlp())
-    first = [p.data for p in module.parameters()]
-    try:
-        for n, x in enumerate(s.batches(3, 4, count=6)):
-            if n == 3:
-                for p in module.parameters():
-                    p.data = p.data * 2
-            loss = loss_of(call(x))
-            loss.backward()
-            s.note(loss)
-            s.note_gradients(module)
-    finally:
-        for p, data in zip(module.parameters(), first, strict=True):
-            p.data = data
 
 
 @program
@@ -405,30 +377,14 @@ def graphed_pending(s: Session) -> None:
         s.note_gradients(module)
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1)
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), 0.1)
-
-
 class Tokens(nn.Module):
     """Embedded tokens through two blocks, and a head that shares its weight with the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(16, 8)
-        feed = [
-            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-            for _ in "ab"
-        ]
-        self.blocks = nn.Sequential(Attention(), feed[0], Attention(), feed[1])
+        layers = [layer for _ in "ab" for layer in (Attention(8, 0.1), feed_forward(8))]
+        self.blocks = nn.Sequential(*layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.mul(5).long().abs().clamp(max=15)
@@ -447,7 +403,7 @@ PROGRAMS |= {
     "gpt": lambda s: train(s, Tokens, s.batches(2, 6)),
     "convolutions": lambda s: train(s, convolutions, s.batches(2, 3, 8, 8)),
     "attention": lambda s: train(
-        s, lambda: nn.Sequential(Attention(), Attention()), s.batches(2, 6, 8)
+        s, lambda: nn.Sequential(Attention(8, 0.1), Attention(8, 0.1)), s.batches(2, 6, 8)
     ),
     "more_sizes_than_recordings": lambda s: train(
         s, mlp(), sizes(s, *(2, 3, 4) * 3), max_recordings=2

@@ -12,7 +12,7 @@ import torch
 import torch.multiprocessing
 
 import cgpass
-from tests.distributed.processes import free_port
+from tests.distributed.processes import free_port, wait
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_distributed.py"
 
@@ -42,9 +42,15 @@ def test_alone_it_says_how_it_is_run(capsys, monkeypatch):
     ["simple-fsdp", *(pytest.param(m, marks=pytest.mark.slow) for m in ("tp", "fsdp", "ddp"))],
 )
 def test_losses_go_on_as_before_after_a_checkpoint(mode, tmp_path):
-    torch.multiprocessing.start_processes(
-        run, (mode, free_port(), str(tmp_path)), nprocs=2, start_method="fork"
+    given = mode, free_port(), str(tmp_path)
+    context = torch.multiprocessing.start_processes(
+        run, given, nprocs=2, join=False, start_method="fork"
     )
+    try:
+        assert wait(context, list, ()) is None
+    finally:
+        for process in context.processes:
+            process.kill()
     text = (tmp_path / "0").read_text()
     assert "losses with a checkpoint half way: the same" in text
     # the processes were forked, so functions of tests before are named beside

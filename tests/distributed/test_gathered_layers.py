@@ -24,7 +24,7 @@ def library(tmp_path_factory):
     path = tmp_path_factory.mktemp("places") / "places.so"
     command = [COMPILER, "-O2", "-Wall", "-Werror", "-shared", "-fPIC"]
     command += ["-o", str(path), str(HERE / "places.c"), "-ldl", "-lpthread"]
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, timeout=120)
     return path
 
 
@@ -33,7 +33,7 @@ def steps(library, forwards):
     env = dict(os.environ, LD_PRELOAD=str(library), PYTHONPATH=str(HERE.parents[1]))
     program = HERE / "gathered_layers.py"
     line = [sys.executable, str(program), str(library), "own", str(forwards)]
-    done = subprocess.run(line, env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(line, env=env, capture_output=True, text=True, check=True, timeout=300)
     found = json.loads(done.stdout)
     assert all(rank["equal"] for rank in found)
     return [rank["steps"] for rank in found]

@@ -164,7 +164,7 @@ def test_graphed_layers(run):
     assert "bitwise those without graphs: True" in out
 
 
-@pytest.mark.slow  # scripts/demo.sh, in short
+@pytest.mark.slow
 def test_train_transformer(run):
     options = ["--compiler", "eager", "--device", "cpu", "--layers", "1", "--width", "16"]
     out, grown = run("train_transformer", "--steps", "3", *options)

@@ -44,7 +44,6 @@ def test_times_and_memory_of_a_training_step(compiler):
     state = torch.cuda.get_rng_state()
     with cgpass.set_defaults(compiler=compiler):
         report = cgpass.explain(model, x, compare=True)
-    assert report.settled
     done, work = report.work
     assert done == work > 10
     assert 0 < report.graphs_ms <= report.device_ms

@@ -1,9 +1,12 @@
-"""Arguments and gradients of every layout, that share memory, or that are written."""
+"""Arguments and gradients of every layout, that share memory, that are written, or that are one tensor."""
+
+import copy
+import logging
 
 import pytest
 import torch
 
-from tests.graphed.steps import same
+from tests.graphed.steps import same, same_grads
 
 
 def complex_randn(setting, *shape):
@@ -46,6 +49,13 @@ def test_gradients_of_any_layout(setting, fn):
             grads.append(x.grad)
             x.grad = None
         torch.testing.assert_close(*grads)
+
+
+def test_tensors_without_elements(setting):
+    graphed = setting.graphed(torch.sin, (setting.randn(0, 3, grad=True),))
+    x = setting.randn(0, 3, grad=True)
+    graphed(x).sum().backward()
+    assert x.grad.shape == (0, 3)
 
 
 @pytest.mark.parametrize("shift", [0, 1])
@@ -121,3 +131,52 @@ def test_class_and_attributes_of_an_argument(setting):
         same(grads[0], grads[2])
         same(grads[1], grads[3])
     assert graphed.stats.plain_calls == 0
+
+
+class Attends(torch.nn.Module):
+    """Another projection where it attends to what it is given twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = torch.nn.Linear(4, 4)
+        self.cross = torch.nn.Linear(4, 4)
+
+    def forward(self, x, context):
+        return (self.own if x is context else self.cross)(context) * x
+
+
+def pairs(setting):
+    """Arguments that are one tensor, and that are two."""
+    x, y, z = (setting.randn(2, 4, grad=True) for _ in range(3))
+    return {"one": (x, x), "two": (y, z)}
+
+
+@pytest.mark.parametrize("sample", ["one", "two"])
+@pytest.mark.parametrize("form", [lambda *args: args, lambda a, b: ({"a": a, "b": [b]},)])
+def test_code_that_asks_whether_arguments_are_one(setting, sample, form, caplog):
+    module = setting.module(Attends())
+    twin = copy.deepcopy(module)
+
+    def unpacking(fn):
+        return lambda *given: fn(*given) if len(given) == 2 else fn(given[0]["a"], *given[0]["b"])
+
+    graphed = setting.graphed(unpacking(module), form(*pairs(setting)[sample]), modules=(module,))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            for kind, args in pairs(setting).items():
+                before = graphed.stats.plain_calls
+                expected = twin(*args)
+                expected.square().sum().backward()
+                wanted = [arg.grad.clone() for arg in args]
+                for arg in args:
+                    arg.grad = None
+                found = graphed(*form(*args))
+                found.square().sum().backward()
+                same(found, expected)
+                for arg, grad in zip(args, wanted, strict=True):
+                    same(arg.grad, grad)
+                same_grads(module, twin)
+                is_plain = (kind == "one") is (sample == "two")
+                assert graphed.stats.plain_calls - before == is_plain
+    (message,) = [each.getMessage() for each in caplog.records]
+    assert "runs without a graph: other arguments are one tensor than in the sample" in message

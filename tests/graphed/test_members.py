@@ -1,4 +1,4 @@
-"""Modules whose parameters are tied, laid out anew or replaced, and whose submodules or modes change."""
+"""Modules whose parameters are tied, laid out anew or replaced, and whose submodules, modes or hooks change."""
 
 import functools
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cgpass
-from tests.graphed.steps import clear_grads, net, same, same_grads, step, twins
+from tests.graphed.steps import check, clear_grads, net, same, same_grads, step, twins
 
 
 def pair():
@@ -15,7 +15,7 @@ def pair():
     )
 
 
-def check(setting, graphed, module, plain, rerecordings):
+def check_recorded(setting, graphed, module, plain, rerecordings):
     clear_grads(module, plain)
     x = setting.randn(4, 8, grad=True)
     a, (grad,) = step(graphed, x)
@@ -30,13 +30,13 @@ def check(setting, graphed, module, plain, rerecordings):
 def test_another_layout_at_the_same_address(setting):
     module, plain = twins(setting, pair())
     graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
-    check(setting, graphed, module, plain, 0)
+    check_recorded(setting, graphed, module, plain, 0)
     for each in (module, plain):
         each[0].weight.data = each[0].weight.data.t()
-    check(setting, graphed, module, plain, 1)
+    check_recorded(setting, graphed, module, plain, 1)
     for each in (module, plain):
         each[0].weight.data = each[0].weight.data.t()
-    check(setting, graphed, module, plain, 1)
+    check_recorded(setting, graphed, module, plain, 1)
 
 
 def test_weights_tied_and_untied_after_recording(setting):
@@ -46,12 +46,12 @@ def test_weights_tied_and_untied_after_recording(setting):
     for each in (module, plain):
         each[2].weight = each[0].weight
     for _ in range(2):
-        check(setting, graphed, module, plain, 1)
+        check_recorded(setting, graphed, module, plain, 1)
     untied = torch.randn(8, 8, device=setting.device)
     for each in (module, plain):
         each[2].weight = torch.nn.Parameter(untied.clone())
     for _ in range(2):
-        check(setting, graphed, module, plain, 2)
+        check_recorded(setting, graphed, module, plain, 2)
     del kept
 
 
@@ -95,10 +95,10 @@ def test_what_the_first_call_makes(setting):
     plain = Lazily().to(setting.device)
     plain(setting.randn(4, 8))
     plain.load_state_dict(module.state_dict())
-    check(setting, graphed, module, plain, 0)
+    check_recorded(setting, graphed, module, plain, 0)
     module.table = module.table * 2
     plain.table = plain.table * 2
-    check(setting, graphed, module, plain, 1)
+    check_recorded(setting, graphed, module, plain, 1)
 
 
 # ---- functions
@@ -124,14 +124,14 @@ def test_functions_with_the_modules_that_they_use(setting, form):
         forms_of(module)[form], (setting.randn(4, 8, grad=True),), modules=(module,)
     )
     same(module[1].running_mean, plain[1].running_mean)
-    check(setting, graphed, module, plain, 0)
+    check_recorded(setting, graphed, module, plain, 0)
     same(module[1].running_mean, plain[1].running_mean)
     for each in (module, plain):
         each.load_state_dict({k: v * 2 for k, v in each.state_dict().items()}, assign=True)
-    check(setting, graphed, module, plain, 1)
+    check_recorded(setting, graphed, module, plain, 1)
     for each in (module, plain):
         each[0].bias.requires_grad_(False)
-    check(setting, graphed, module, plain, 2)
+    check_recorded(setting, graphed, module, plain, 2)
     for each in (module, plain):
         each.eval()
     x = setting.randn(4, 8)
@@ -151,6 +151,17 @@ def test_functions_that_use_what_they_do_not_name_are_refused(setting):
         setting.graphed(lambda x: x @ weight, sample, modules=(module,))
 
 
+def test_a_graph_that_a_function_reaches_into_stays_usable(setting):
+    weight = setting.randn(4, grad=True)
+    outside = weight.exp()
+    with pytest.raises(
+        cgpass.errors.GraphedArgumentError, match=r"result of ExpBackward0 .* outside of it"
+    ):
+        setting.graphed(lambda x: (x * outside).sin(), (setting.randn(4, grad=True),))
+    outside.sum().backward()
+    same(weight.grad, outside.detach())
+
+
 def test_modules_that_are_given_in_another_form(setting):
     module, sample = setting.module(net()), (setting.randn(4, 8),)
     for modules, message in (
@@ -164,13 +175,76 @@ def test_modules_that_are_given_in_another_form(setting):
 # ---- modes
 
 
-def test_a_submodule_in_another_mode(setting, caplog):
-    module, plain = twins(setting, net(dropout=0.5))
-    graphed = setting.graphed(module, (setting.randn(4, 8),))
+def three():
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+
+
+def scaled(module, args, output):
+    return output * 2
+
+
+def shifted(module, args, output):
+    return output + 1
+
+
+CHANGES = {
+    "hook": lambda module: module[1].register_forward_hook(scaled).remove,
+    "pre-hook": lambda module: module[1].register_forward_pre_hook(lambda m, a: a[0] * 2).remove,
+    "backward hook": lambda module: (
+        module[1].register_full_backward_hook(lambda m, gi, go: (gi[0] * 2,)).remove
+    ),
+    "forward": lambda module: patched(module[1]),
+}
+
+
+def patched(module):
+    module.forward = lambda x: x * 3
+    return lambda: delattr(module, "forward")
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_they_run_and_then_the_graph_again(setting, change, caplog):
+    module, plain = twins(setting, three())
+    x = setting.randn(4, 8, grad=True)
+    graphed = setting.graphed(module, (x,))
+    check(setting, graphed, plain, x, 1)
+    undo = [change(each) for each in (module, plain)]
+    check(setting, graphed, plain, x, 2)
+    stats = graphed.graphed.stats
+    assert stats.plain_calls == 2
+    assert caplog.text.count("1 changed since it was recorded") == 1
+    for each in undo:
+        each()
+    check(setting, graphed, plain, x, 2)
+    assert (stats.plain_calls, stats.rerecordings) == (2, 0)
+
+
+def test_one_for_another(setting, caplog):
+    module, plain = twins(setting, three())
     x = setting.randn(4, 8)
-    for mode in (True, False, True):
-        for each in (module, plain):
-            each[2].train(mode)
-        same(step(graphed, x)[0], step(plain, x)[0])
-    assert graphed.graphed.stats.plain_calls == 1
-    assert caplog.text.count("the mode of 2 changed since it was recorded") == 1
+    before = [each[1].register_forward_hook(scaled) for each in (module, plain)]
+    graphed = setting.graphed(module, (x,))
+    check(setting, graphed, plain, x, 2)
+    assert graphed.graphed.stats.plain_calls == 0
+    for each, hook in zip((module, plain), before, strict=True):
+        hook.remove()
+        each[1].register_forward_hook(shifted)
+    check(setting, graphed, plain, x, 2)
+    assert graphed.graphed.stats.plain_calls == 2
+    graphed.graphed.reset()
+    check(setting, graphed, plain, x, 2)
+    assert graphed.graphed.stats.plain_calls == 2
+    assert "reset() has it recorded again" in caplog.text
+
+
+def test_of_modules_that_a_function_calls(setting, caplog):
+    module = setting.module(three())
+    x = setting.randn(4, 8)
+    graphed = setting.graphed(lambda x: module(x) * 1, (x,), modules=(module,))
+    for change in (lambda: module.register_forward_hook(scaled).remove, lambda: patched(module)):
+        undo = change()
+        same(graphed(x), module(x) * 1)
+        undo()
+        same(graphed(x), module(x))
+    assert (graphed.stats.plain_calls, graphed.stats.rerecordings) == (2, 0)
+    assert "of Sequential changed since" in caplog.text

@@ -1,4 +1,4 @@
-"""What is returned for modules; freeing it; threads, streams, compiled callables."""
+"""What is returned for modules; freeing it and counting it; threads, streams, compiled callables."""
 
 import copy
 import functools
@@ -6,20 +6,14 @@ import gc
 import pickle
 import threading
 import weakref
+from collections import Counter
 
 import pytest
 import torch
 
 import cgpass
 from cgpass.runtime.owner import release_all
-from tests.graphed.steps import (
-    Layer,
-    net,
-    same,
-    same_grads,
-    step,
-    twins,
-)
+from tests.graphed.steps import Layer, net, same, same_grads, step, twins
 
 
 def test_the_module_given_is_left_alone(setting):
@@ -118,27 +112,23 @@ def test_inside_of_a_compiled_function(setting):
     torch.compiler.reset()
 
 
-def test_several_threads(setting):
+def test_what_several_threads_get_is_no_memory_that_moves(setting):
     module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8),))
-    inputs = [setting.randn(4, 8) for _ in range(40)]
-    expected = [plain(x).detach() for x in inputs]
-    wrong = []
-
-    def work(part):
-        for k in part:
-            out = graphed(inputs[k])
-            if not torch.equal(out, expected[k]):
-                wrong.append(k)
-
-    with torch.no_grad():
-        work(range(2))
-    threads = [threading.Thread(target=work, args=(range(n, 40, 4),)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    owner, x = graphed.graphed._owner, setting.randn(4, 8, grad=True)
+    first = graphed(x)
+    others = []
+    thread = threading.Thread(target=lambda: others.append(graphed(x)))
+    thread.start()
+    thread.join()
+    same(others[0], plain(x))
+    second = graphed(x)
+    assert owner.several_threads
+    assert not owner.is_pool_storage(second)
+    (first + second).sum().backward()
+    (plain(x) + plain(x)).sum().backward()
+    same_grads(module, plain)
+    assert not any(owner.is_pool_storage(p.grad) for p in module.parameters())
 
 
 @pytest.mark.gpu
@@ -177,28 +167,6 @@ def test_inside_a_capture_of_the_users():
     assert graphed.graphed.stats.plain_calls == 1
 
 
-def test_a_recurrent_module(setting):
-    """Its operators make more where a backward is to come."""
-    module, plain = twins(setting, torch.nn.LSTM(8, 8))
-    plain.flatten_parameters()  # which copying undoes
-    graphed = setting.graphed(module, (setting.randn(3, 2, 8),))
-    for _ in range(2):
-        x = setting.randn(3, 2, 8)
-        for each in (graphed, plain):
-            outputs, (hidden, _) = each(x)
-            (outputs.square().sum() + hidden.sum()).backward()
-        same(graphed(x)[0], plain(x)[0])
-        same_grads(module, plain)
-
-
-def test_a_lazy_module_is_called_before(setting):
-    module, x = setting.module(torch.nn.LazyLinear(4)), setting.randn(2, 8)
-    with pytest.raises(cgpass.errors.GraphedArgumentError, match=r"lazy module .* call it once"):
-        setting.graphed(module, (x,))
-    expected = module(x)
-    same(setting.graphed(module, (x,))(x), expected)
-
-
 class Doubled:
     """What accelerate's hooks put over a module's `forward`."""
 
@@ -227,3 +195,53 @@ def test_copies_keep_what_was_put_over_a_forward(setting, copied, before):
         graphed.weight.zero_()
     same(other(x), expected)  # of its own weights
     assert not hasattr(other, "graphed")
+
+
+def ours():
+    """How many objects of each of our classes there are."""
+    gc.collect()
+    kinds = [type(each) for each in gc.get_objects()]
+    return Counter(kind.__qualname__ for kind in kinds if kind.__module__.startswith("cgpass."))
+
+
+def in_use(device):
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def again(graphed, plain, x):
+    graphed.reset()
+    for _ in range(2):
+        same(step(graphed, x)[0], step(plain, x)[0])
+
+
+def test_resets_leave_nothing_behind(setting):
+    module, plain = twins(setting, net())
+    graphed, x = setting.graphed(module, (setting.randn(4, 8),)), setting.randn(4, 8)
+    again(graphed, plain, x)
+    before, memory = ours(), in_use(setting.device)
+    for _ in range(5):
+        again(graphed, plain, x)
+    assert ours() == before
+    assert in_use(setting.device) == memory
+    same_grads(module, plain)
+
+
+class Named(torch.nn.Linear):
+    pass
+
+
+def listed():
+    return [line for line in cgpass.summary().splitlines() if "Named" in line]
+
+
+def test_the_summary_lists_graphed_callables(setting):
+    module, x = setting.module(Named(8, 8)), setting.randn(4, 8)
+    graphed = setting.graphed((module, torch.sin), ((x,), (x,)))
+    for each in graphed:
+        each(x)
+    graphed[0].eval()(x)
+    assert listed() == [
+        "callable 0 (Named), graphed by hand: 2 recordings, 2 calls, 1 of them without a graph"
+    ]
+    cgpass.reset()
+    assert listed() == []

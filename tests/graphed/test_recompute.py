@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import gc
+import types
 import weakref
 
 import pytest
@@ -103,34 +104,9 @@ class _Remembers(torch.autograd.Function):
         return grad @ ctx.module.out.weight, None
 
 
-class Hooked(torch.autograd.graph.saved_tensors_hooks):
-    def __init__(self, module):
-        super().__init__(lambda x: (module, x), lambda packed: packed[1])
-
-
-def by_tensor_hook(module, x):
-    x = module.out(x)
-    x.register_hook(lambda grad: grad + 0 * module.out.bias.sum())
-    return x
-
-
-def by_metadata(module, x):
-    x = module.out(x)
-    x.grad_fn.metadata["module"] = module
-    return x
-
-
-def by_saved_tensors_hooks(module, x):
-    with Hooked(module):
-        return module.out(x).sin()
-
-
 WAYS_TO_HOLD = {
     "function": lambda module, x: _Remembers.apply(x, module),
     "checkpoint": lambda module, x: cgpass.checkpoint(module.feed, x),
-    "tensor hook": by_tensor_hook,
-    "metadata": by_metadata,
-    "saved tensors' hooks": by_saved_tensors_hooks,
 }
 
 
@@ -216,3 +192,17 @@ def test_a_call_inside_of_the_fork_that_it_has_inside(setting, caplog):
         for a, b in zip(*found, strict=True):
             assert torch.equal(a, b)
     assert caplog.text.count("another fork of its rng_tracker") == 1
+
+
+def test_each_backward_rewinds_to_its_own_forward(setting):
+    x = setting.randn(4, grad=True)
+    graphed = setting.graphed(torch.sin, (x,))
+    ((pair,),) = graphed._pairs.values()
+    positions, rewound = iter(range(3)), []
+    pair._states = types.SimpleNamespace(
+        recorded=True, position=lambda: next(positions), rewind=rewound.append
+    )
+    outs = [graphed(x) for _ in range(3)]
+    for k in (1, 0, 2):
+        outs[k].sum().backward()
+    assert rewound == [1, 0, 2]

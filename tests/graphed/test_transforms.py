@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.graphed.steps import net, same, same_grads, twins
+from tests.graphed.steps import check, net, same, same_grads, twins
 
 
 def jvp_of(fn, x, tangent):
@@ -87,6 +87,20 @@ def test_tracing(setting, grad, caplog):
     with torch.set_grad_enabled(grad):
         same(graphed(x), plain(x))
     assert (graphed.graphed.stats.plain_calls, graphed.graphed.stats.replays) == (1, 1)
+
+
+def test_forward_mode_inside(setting):
+    """Some of its tensors stand for zeros and have no memory."""
+    module, plain = twins(setting, net())
+
+    def of(layer):
+        return lambda x: jvp_of(layer, x, torch.ones_like(x)) + layer(x)
+
+    sample = (setting.randn(4, 8, grad=True),)
+    graphed = setting.graphed(of(module), sample, modules=(module,))
+    check(setting, graphed, of(plain), setting.randn(4, 8, grad=True))
+    same_grads(module, plain)
+    assert graphed.stats.replays == 6
 
 
 def test_batched_gradients_are_refused(setting):

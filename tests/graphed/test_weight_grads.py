@@ -85,43 +85,6 @@ def test_a_backward_that_ran_plainly_is_the_modules_own(setting):
     same_grads(module, plain)
 
 
-class Detached(torch.nn.Module):
-    """Its forward has no node for the weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(4, 4))
-        self.later = []
-
-    def forward(self, x):
-        self.later.append(x.detach())
-        return x @ self.weight.detach()
-
-    def backward_dw(self):
-        x = self.later.pop(0)
-        made = x.t() @ x
-        self.weight.grad = made if self.weight.grad is None else self.weight.grad + made
-
-
-def test_the_oldest_backward_comes_first_whichever_recording_it_is_of(setting):
-    module, plain = twins(setting, Detached())
-    graphed = setting.graphed(module, (setting.randn(3, 4, grad=True),))
-    home = module.weight.data
-    away = home.clone()
-    for fn, m in ((graphed, module), (plain, plain)):
-        torch.manual_seed(0)
-        for place in (home, away, home):
-            m.weight.data = place
-            fn(setting.randn(3, 4, grad=True)).sum().backward()
-    for place in (home, away, home):
-        module.weight.data = plain.weight.data = place
-        graphed.backward_dw()
-        plain.backward_dw()
-        same_grads(module, plain)
-        clear_grads(module, plain)
-    module.weight.data = home
-
-
 def run(fns, module, xs, steps, *, weight_grads=()):
     """Gradients of inputs and parameters; `weight_grads`: what makes those that were split off, after each backward."""
     module.zero_grad()
@@ -164,3 +127,16 @@ def test_weight_gradients_that_come_late(setting, steps):
             same(a, b)
         same(module.bias.grad, plain.bias.grad)
         torch.testing.assert_close(module.weight.grad, plain.weight.grad)
+
+
+def test_a_graph_that_is_retained(setting):
+    module, plain = twins(setting, Split())
+    plain.split = False
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    x = setting.randn(4, 8)
+    found, expected = graphed(x), plain(x)
+    for retain in (True, False):
+        found.square().sum().backward(retain_graph=retain)
+        graphed.backward_dw()
+        expected.square().sum().backward(retain_graph=retain)
+    same_grads(module, plain)

@@ -1,5 +1,7 @@
 """Runners whose calls ran without a graph, or warm up again and again, for each code of a reason."""
 
+import contextlib
+
 import torch
 
 from cgpass.errors import StagingError
@@ -56,6 +58,24 @@ def captured_by_others():
     run = runner(lambda x: [x * 2], COPIED)
     run.owner.driver.is_capturing = lambda: True
     call(run, X)
+    return run
+
+
+def raising():
+    def fails(x):
+        raise LookupError
+
+    run = runner(fails, COPIED)
+    with contextlib.suppress(LookupError):
+        call(run, X)
+    return run
+
+
+def sharing():
+    run = runner(lambda x, y: [x.add_(1), y * 2], COPIED, COPIED, check_layout=True)
+    run.written = {0}
+    x = torch.ones(4)
+    call(run, x[:2], x[1:3])
     return run
 
 
@@ -129,6 +149,14 @@ CALLS = {
     "outer_capture": (
         captured_by_others,
         "1 of 1 call ran without a graph: somebody else captured a graph of them",
+    ),
+    "raised": (raising, "1 of 1 call did not end: they raised an error, or go on"),
+    "shares_memory": (
+        sharing,
+        (
+            "1 of 1 call ran without a graph: it writes inputs, and these share memory: x0 (read at model.py:0 in forward: "
+            "code), x1"
+        ),
     ),
     "passing": (put_off, "1 of 2 calls ran without a graph: they could not be recorded just then"),
     "capture": (

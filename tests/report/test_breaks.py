@@ -13,7 +13,6 @@ import cgpass
 from cgpass import __main__ as command
 from cgpass import torch_private
 from cgpass.compile.facts import breaks
-from cgpass.report import eager
 from cgpass.report.report import Report
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
@@ -201,6 +200,23 @@ def test_a_sync_before_the_first_operator_is_named(compiled):
     assert cgpass.explain(chain, X, training=False).graph_breaks == ()
 
 
+def test_a_break_from_before_a_reset_is_none_of_a_function_that_has_it_no_more():
+    breaks = [True]
+
+    def fn(x):
+        if breaks:
+            torch._dynamo.graph_break()
+        return chain(x)
+
+    call = torch.compile(fn, backend="cgpass")
+    call(X)
+    torch.compiler.reset()
+    breaks.clear()
+    call(X)
+    assert cgpass.explain(call, X, training=False).graph_breaks == ()
+    assert "graph break" not in cgpass.summary()
+
+
 def test_a_function_of_nothing_but_a_break_is_told_of():
     def only_says(x):
         print("all of it", x.shape)  # noqa: T201  the line to name
@@ -341,7 +357,7 @@ def test_a_break_that_gives_up_all_of_a_function_is_named_until_a_reset():
     ],
 )  # fmt: skip
 def test_causes_of_recompilations(text, expected):
-    cause, line, hint = eager._cause(text)
+    cause, line, hint = breaks._cause(text)
     assert (cause, line, hint and hint[0]) == expected
 
 
@@ -350,7 +366,7 @@ def test_more_compilations_are_noted_than_torch_keeps():
     before = torch_private.compilations()
     for number in range(70):
         torch.compile(gives_up if number == 0 else eval("lambda x: x.sin()"), backend="eager")(X)
-    (left,) = eager.left_to_eager(before)
+    (left,) = breaks.left_to_eager(before)
     assert left.rest == f"test_breaks.py:{gives_up.__code__.co_firstlineno} in gives_up"
 
 

@@ -94,7 +94,7 @@ def test_details_stand_in_a_table():
         "copies x (3.0 MiB), mask (100 B) in every replay; reads 24 static inputs in place"
         in joined(text)
     )
-    assert "recording 1 (8.500 ms, warm-up 20.0 ms): first: the first call" in joined(text)
+    assert "outputs 5.0 MiB; 1 warm-up; a recording takes 7.875 ms" in joined(text)
 
 
 @pytest.mark.parametrize("text", ["", " and more of it" * 12, "x" * 130])

@@ -54,12 +54,7 @@ def test_what_an_arm_needs_until_it_settles():
     found = worker.settled([{"recordings": r, "plain_calls": p} for r, p in counts])
     assert found == {"steps": 4, "recordings": 3, "plain_calls": 2}
     assert worker.settled([{"recordings": 0, "plain_calls": 0}])["steps"] == 0
-
-
-def test_the_device_is_busy_while_kernels_and_copies_run():
-    kinds = {"kernel": 1500, "gpu_memcpy": 500, "gpu_user_annotation": 9000, "cuda_runtime": 9000}
-    events = [{"cat": kind, "dur": us} for kind, us in kinds.items()] + [{"name": "process_name"}]
-    assert worker.busy_ms(events) == 2.0
+    assert worker.settled([{"recordings": 1, "plain_calls": 0}])["steps"] == 1
 
 
 # ---- comparisons

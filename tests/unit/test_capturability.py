@@ -5,10 +5,10 @@ import torch
 from torch import fx
 
 from cgpass.compile.facts import op_tables
-from cgpass.compile.facts.ancestry import note_untraceable
 from cgpass.compile.facts.capturability import (
     LIFTED,
     PROVEN,
+    note_untraceable,
     why_not_capturable,
 )
 from cgpass.compile.facts.target import find_target

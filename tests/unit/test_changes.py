@@ -75,6 +75,6 @@ def test_a_forked_process_ends_what_other_threads_had_begun():
     mode = Noted("a", notes)
     with mode:
         mode.thread += 1
-        changes.undo_other_threads()
+        changes.forget_other_threads()
         assert notes == ["a begins", "a ends"]
         open_modes.append(mode)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import fx
 
+import cgpass
 from cgpass.compile.culprits import find_culprit
 from cgpass.errors import CaptureError
 from cgpass.runtime.capturing import is_capturing_here
@@ -11,11 +12,22 @@ from cgpass.runtime.simulated import SimulatedDriver
 from tests.unit.runners import COPIED, call, counts, runner
 
 aten = torch.ops.aten
+reads_too = torch.library.custom_op(
+    "test_failed::reads_too",
+    lambda g: g * g.sum().item(),
+    mutates_args=(),
+    schema="(Tensor g) -> Tensor",
+)
+reads_too.register_fake(torch.empty_like)
 
 
 @torch.library.custom_op("test_failed::reads", mutates_args=())
 def reads(x: torch.Tensor) -> torch.Tensor:
     return x * x.sum().item()
+
+
+reads.register_fake(torch.empty_like)
+reads.register_autograd(lambda ctx, grad: reads_too(grad))
 
 
 @torch.library.custom_op("test_failed::refuses", mutates_args=("x",))
@@ -67,6 +79,20 @@ def test_a_trial_finds_the_first_operator_that_fails(targets, found, clean):
     assert finding.clean is clean
     assert torch.equal(x, torch.ones(3))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_all_that_fails_in_one_step_is_left_out_by_one_more_compilation(caplog):
+    """The backward that is due fails, too, at another operator."""
+    options = {"driver": "simulated", "compiler": "eager", "min_partition_ops": 1}
+    fn = torch.compile(lambda x: reads(x.sin()).cos(), backend=cgpass.cgpass, options=options)
+    before = cgpass.counters()
+    for _ in range(6):
+        fn(torch.ones(3, requires_grad=True)).sum().backward()
+    assert cgpass.counters()["joint_graphs"] - before["joint_graphs"] == 2
+    told = [r.getMessage() for r in caplog.records if "captured_0" in r.getMessage()]
+    assert len(told) == 2
+    assert all("the next call compiles the function again" in each for each in told)
+    torch.compiler.reset()
 
 
 # ---- runners

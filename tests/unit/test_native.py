@@ -1,5 +1,6 @@
 """The native code is compiled before the first recording, once, and kept; where it can't be one warning says so."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -144,6 +145,41 @@ def test_a_process_that_goes_before_leaves_nothing_that_stops_the_next(copying, 
     assert files(tmp_path / "cache") == [native.file_name()]
 
 
+FORKS = """
+import os, sys, time
+from cgpass.runtime import native
+native.loader.start()
+while not os.path.exists({runs!r}):
+    time.sleep(0.01)
+child = os.fork()
+if not child:
+    {child}
+{parent}
+"""
+
+
+@pytest.mark.parametrize(
+    ("child", "parent"),
+    [
+        ("sys.exit()", "os.waitpid(child, 0); assert native.loader.wait()"),
+        ("time.sleep(60)", "os.kill(os.getpid(), 9)"),
+    ],
+    ids=["the child ends", "the parent is killed"],
+)
+def test_a_process_that_forks_while_it_compiles(copying, tmp_path, child, parent):
+    """The child neither takes away what is being compiled, nor keeps others from compiling."""
+    program = FORKS.format(runs=str(copying), child=child, parent=parent)
+    with subprocess.Popen([sys.executable, "-c", program], start_new_session=True) as process:
+        assert process.wait(60) in (0, -signal.SIGKILL)
+        assert (process.returncode == 0) == (files(tmp_path / "cache") != [])
+        try:
+            subprocess.run([sys.executable, "-m", "cgpass", "build"], check=True, timeout=60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert files(tmp_path / "cache") == [native.file_name()]
+
+
 # ---- where
 
 
@@ -243,6 +279,14 @@ def test_a_failed_build_is_said_once(
     assert main(["build"]) == 1
     assert capsys.readouterr().err == f"{says}cgpass build: {why}. {fix}\n"
     assert files(tmp_path) == []
+
+
+def test_a_source_that_is_not_there_is_said(monkeypatch, tmp_path, caplog):
+    fresh_loader(monkeypatch, tmp_path)
+    monkeypatch.setattr(native, "SOURCE", tmp_path / "_native.cpp")
+    assert not native.loader.wait()
+    assert "No such file or directory" in caplog.text
+    assert native.loader.status.startswith("not in use: ")
 
 
 def test_a_file_of_another_torch_is_not_loaded(monkeypatch, tmp_path, caplog):

@@ -1,10 +1,13 @@
 """Custom operators whose formula can't be traced are hidden; everything else is left alone."""
 
+import gc
+
 import pytest
 import torch
 
 import cgpass
 from cgpass import telemetry
+from cgpass.compile import formulas
 
 # Inductor's own, as it is loaded
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
@@ -183,11 +186,13 @@ def test_training_is_one_graph_with_eager_parts(compiler, with_bias):
     assert (forward.direction, backward.direction) == ("forward", "backward")
     assert kinds(forward) == ["captured", "eager", "captured"]
     assert kinds(backward) == ["captured", "eager", "captured"]
-    (reason,) = forward.partitions[1].lines
+    (reason,) = map(str, forward.partitions[1].reasons)
     assert reason.startswith("cgpass_tests.scale_rows.default at test_opaque_autograd.py:")
     assert "its autograd formula can't be traced" in reason
     assert [part.num_ops for part in backward.partitions if not part.captured] == [1]
-    assert backward.partitions[1].lines[0].startswith("backward of cgpass_tests.scale_rows.default")
+    assert str(backward.partitions[1].reasons[0]).startswith(
+        "backward of cgpass_tests.scale_rows.default"
+    )
 
 
 def test_gradients_keep_the_strides_of_transposed_inputs():
@@ -207,16 +212,6 @@ def test_missing_gradients_and_named_arguments():
     assert kinds(forward) == kinds(backward) == ["captured", "eager", "captured"]
 
 
-def test_dynamic_sizes():
-    options = {"driver": "simulated", "compiler": "eager", **OPTIONS}
-    call = torch.compile(layered, backend=cgpass.cgpass, options=options, dynamic=True)
-    for rows in (4, 6, 4, 6):
-        args = leaf(rows, 3), leaf(3, 3), OFFS, None
-        found, expected = (torch.autograd.grad(fn(*args).sum(), args[:2]) for fn in (call, layered))
-        torch.testing.assert_close(found, expected)
-    torch.compiler.reset()
-
-
 def test_inside_a_checkpoint():
     def fn(x, w, offs):
         return torch.utils.checkpoint.checkpoint(layered, x, w, offs, None, use_reentrant=False)
@@ -224,7 +219,7 @@ def test_inside_a_checkpoint():
     forward, backward = compare(fn, lambda: (leaf(4, 3), leaf(3, 3), OFFS))
     assert "eager" in kinds(forward)
     # the operator runs again in the backward, as the user asked
-    reasons = [reason for part in backward.partitions for reason in part.lines]
+    reasons = [reason for part in backward.partitions for reason in map(str, part.reasons)]
     assert any(reason.startswith("cgpass_tests.scale_rows.default") for reason in reasons)
 
 
@@ -239,6 +234,30 @@ def test_inside_a_checkpoint():
 def test_a_formula_is_an_operator_of_its_own_only_if_it_reads_data(call, hidden):
     for graph in compare(lambda x: call(x.sin()).cos(), lambda: (leaf(3),)):
         assert kinds(graph) == (["captured", "eager", "captured"] if hidden else ["captured"])
+
+
+@pytest.mark.parametrize(
+    ("driver", "compiler"), [("simulated", "eager"), ("simulated", "inductor"), ("none", "eager")]
+)
+def test_traced_calls_of_formulas_live_as_long_as_who_may_call_them(compiler, driver):
+    """A backward may be due when its function is forgotten."""
+    options = {"driver": driver, "compiler": compiler, **OPTIONS}
+    gc.collect()
+    before = len(formulas._calls)
+    fn = torch.compile(layered, backend=cgpass.cgpass, options=options, dynamic=True)
+    for rows in (4, 6, 4, 6, None):
+        args = leaf(rows or 4, 3), leaf(3, 3), OFFS, None
+        out = fn(*args)
+        if rows is None:
+            del fn
+            torch.compiler.reset()
+            gc.collect()
+        assert len(formulas._calls) == before + 1
+        found = torch.autograd.grad(out.sum(), args[:2])
+        torch.testing.assert_close(found, torch.autograd.grad(layered(*args).sum(), args[:2]))
+    del out
+    gc.collect()
+    assert len(formulas._calls) == before
 
 
 def test_operators_of_lists_break_the_graph():

@@ -27,27 +27,25 @@ def test_defaults_are_those_documented():
     }
 
 
-def test_what_is_given_goes_before_defaults_and_those_come_back():
+def test_what_is_given_goes_before_defaults_and_those_before_the_environment(monkeypatch):
+    monkeypatch.setenv("CGPASS_DRIVER", "none")
     set_defaults(rng="paired")
-    assert Options.parse(None) == Options.parse({}) == Options(rng="paired")
-    with set_defaults(rng="exact", driver="none") as inside:
-        assert inside == current_defaults() == Options(driver="none")
+    assert Options.parse(None) == Options.parse({}) == Options(rng="paired", driver="none")
+    with set_defaults(rng="exact", driver="cuda") as inside:
+        assert inside == current_defaults() == Options(driver="cuda")
         with set_defaults(driver="simulated"):
             assert Options.parse({"max_recordings": 3}).driver == "simulated"
         assert Options.parse({"driver": "cuda"}).driver == "cuda"
-    with pytest.raises(ZeroDivisionError), set_defaults(driver="none"):
+    with pytest.raises(ZeroDivisionError), set_defaults(driver="cuda"):
         raise ZeroDivisionError
-    assert current_defaults() == Options(rng="paired")
-    given = Options(driver="none")
+    with pytest.raises(OptionError):
+        set_defaults(driver="cuda", rng="no")
+    assert current_defaults() == Options(rng="paired", driver="none")
+    given = Options(unsafe_ops=["b::c", "a::b"], inductor={"x": [1]})
     assert Options.parse(given) is given, "complete ones"
-
-
-def test_equal_options_hash_equal():
-    first = Options(unsafe_ops=["b::c", "a::b"], inductor={"x": [1]})
-    second = Options(unsafe_ops=("a::b", "b::c"), inductor={"x": [1]})
-    assert first == second
-    assert hash(first) == hash(second)
-    assert first != Options(unsafe_ops=("a::b", "b::c"), inductor={"x": [2]})
+    same = Options(unsafe_ops=("a::b", "b::c"), inductor={"x": [1]})
+    assert (given, hash(given)) == (same, hash(same))
+    assert given != Options(unsafe_ops=given.unsafe_ops)
 
 
 @pytest.mark.parametrize(
@@ -82,13 +80,6 @@ def test_variables_that_are_no_options_are_named_in_one_warning(monkeypatch, cap
     )
 
 
-def test_set_defaults_goes_before_the_environment(monkeypatch):
-    monkeypatch.setenv("CGPASS_DRIVER", "none")
-    with set_defaults(driver="simulated"):
-        assert current_defaults().driver == "simulated"
-    assert current_defaults().driver == "none"
-
-
 KNOWN = (
     "known: compiler, driver, static_input_check, max_recordings, max_copied_mib, outputs, max_pending_calls, "
     "min_partition_ops, unsafe_ops, on_skip, rng, progress, inductor."
@@ -112,7 +103,6 @@ NAMES = "must hold names of the form 'ns::op' or 'ns::op.overload', got"
         ),
         ({"max_recordings": 0}, "option 'max_recordings' must be an int >= 1, got 0 (int)."),
         ({"max_copied_mib": -1}, "option 'max_copied_mib' must be an int >= 0, got -1 (int)."),
-        ({"max_copied_mib": "9"}, "option 'max_copied_mib' must be an int >= 0, got '9' (str)."),
         (
             {"max_pending_calls": True},
             "option 'max_pending_calls' must be an int >= 1, got True (bool).",
@@ -125,7 +115,6 @@ NAMES = "must hold names of the form 'ns::op' or 'ns::op.overload', got"
             {"unsafe_ops": ["torch.ops.aten.add.Tensor"]},
             f"option 'unsafe_ops' {NAMES} 'torch.ops.aten.add.Tensor' (str).",
         ),
-        ({"unsafe_ops": ["a::b::c"]}, f"option 'unsafe_ops' {NAMES} 'a::b::c' (str)."),
         ({"unsafe_ops": [None]}, f"option 'unsafe_ops' {NAMES} None (NoneType)."),
         (
             ["driver", "none"],

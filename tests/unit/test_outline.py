@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 import torch
 from expecttest import assert_expected_inline
 from hypothesis import Phase, given, settings
@@ -11,20 +10,21 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from cgpass.compile.facts import values
 from cgpass.compile.facts.partition_tag import PartitionTag, get_tag
-from cgpass.compile.facts.text import graph_text
-from cgpass.compile.passes.base import PassContext, run_passes
-from cgpass.compile.passes.outline import Outline
+from cgpass.compile.passes.base import PassContext, graph_text, run_passes
+from cgpass.compile.passes.outline import outline
 from cgpass.compile.passes.partition import Partition
-from cgpass.errors import PassError
 from tests.graphs import CUDA, calls, fake_cuda_graph, node_named
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
 
 
-def outline(gm, device=CUDA, unsafe=(), minimum=1):
-    passes = [Partition(frozenset(unsafe), minimum), Outline()]
-    return run_passes(passes, gm, PassContext(device, "outline", "forward")).gm
+def cut(gm, device=CUDA, unsafe=(), minimum=1):
+    passes = [Partition(frozenset(unsafe), minimum)]
+    run_passes(passes, gm, PassContext(device, "graph", "forward"))
+    outlined = outline(gm)
+    outlined.graph.lint()
+    return outlined
 
 
 def on_cpu(fn, *args, mode="fake"):
@@ -45,7 +45,7 @@ def sync_between(x, w):
 def test_submodules_take_and_return_what_is_used():
     gm = fake_cuda_graph(sync_between, (4, 4), (4, 4))
     assert_expected_inline(
-        graph_text(outline(gm)),
+        graph_text(cut(gm)),
         """\
 x_1: float32[4, 4]@cuda = placeholder
 w_1: float32[4, 4]@cuda = placeholder
@@ -73,17 +73,6 @@ eager_1:
     )
 
 
-def two_eager(x):
-    big = x.exp()
-    return (big.sin() + 1).cos().relu()
-
-
-def test_untagged_graph_is_refused():
-    gm = fake_cuda_graph(two_eager, (4,))
-    with pytest.raises(PassError, match=r"node 'exp' \(aten.exp.default\) belongs to no partition"):
-        run_passes([Outline()], gm, PassContext(CUDA, "outline", "forward"))
-
-
 def test_names_and_meta_stay():
     gm = fake_cuda_graph(sync_between, (4, 4), (4, 4))
     mm, out = calls(gm, aten.mm.default)[0], gm.graph.output_node()
@@ -91,7 +80,7 @@ def test_names_and_meta_stay():
     mm.meta |= {"recompute": 1, "custom": {"region": "a"}, "nn_module_stack": {"m": ("m", "M")}}
     node_named(gm, "x_1").meta["desc"] = "the input"
     out.meta["user_visible_output_idxs"] = [0, 1]
-    outlined = outline(gm)
+    outlined = cut(gm)
     inner = calls(outlined.captured_0, aten.mm.default)[0]
     assert inner.name == "mm"
     for key in ("val", "stack_trace", "recompute", "custom", "nn_module_stack"):
@@ -110,7 +99,7 @@ def test_attributes_are_in_every_submodule_that_uses_them():
     for target in (aten.add.Tensor, aten.mul.Tensor):
         calls(gm, target)[0].update_arg(1, scale)
     gm.recompile()
-    outlined = outline(gm, CPU, unsafe=["aten::add"])
+    outlined = cut(gm, CPU, unsafe=["aten::add"])
     assert outlined.eager_1.scale is outlined.captured_2.scale is gm.scale
     assert torch.equal(outlined(torch.ones(3)), gm(torch.ones(3)))
 
@@ -125,7 +114,7 @@ def dynamic_sizes(x, w):
 
 def test_symbols_reach_submodules():
     gm = on_cpu(dynamic_sizes, torch.ones(6, 4), torch.ones(12), mode="symbolic")
-    outlined = outline(gm, CPU)
+    outlined = cut(gm, CPU)
     assert inputs(outlined.captured_0) == ["x_1", "w_1", "sym_size_int"]
     assert inputs(outlined.eager_1) == ["mul_1", "sym_size_int"]
     assert not list(outlined.children())[2:]
@@ -182,7 +171,7 @@ def test_random_graphs_execute_equal(program):
     torch.manual_seed(1)
     expected = gm(*args)
     before = [node for node in gm.graph.nodes if node.op == "call_function"]
-    outlined = outline(gm, CPU, unsafe, minimum)
+    outlined = cut(gm, CPU, unsafe, minimum)
     after = [node for node in gm.graph.nodes if node.op == "call_function"]
     assert sorted(map(str, before)) == sorted(map(str, after))
     cuts = list(dict.fromkeys(map(get_tag, after)))

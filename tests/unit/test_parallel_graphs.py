@@ -13,10 +13,11 @@ from torch.utils.checkpoint import (
 
 from cgpass import torch_private
 from cgpass.compile.facts.partition_tag import get_tag
-from cgpass.compile.passes import graph_passes
 from cgpass.compile.passes.base import PassContext, run_passes
+from cgpass.compile.passes.join_collectives import JoinCollectives
+from cgpass.compile.passes.lift_cpu_scalars import LiftCpuScalars
+from cgpass.compile.passes.partition import Partition
 from cgpass.compile.passes.rng_pairs import split_joint
-from cgpass.options import Options
 from tests.graphs import CUDA, joint_graph
 
 if torch_private.wait_tensor() is None:
@@ -40,7 +41,9 @@ def partitioned(fn, *specs, collectives=True, **options):
     """Forward and backward graph, cut."""
     joint = joint_graph(fn, *specs)
     graphs = split_joint(joint.gm, joint.inputs, compiler="eager", **joint.kwargs)
-    passes = graph_passes(Options(min_partition_ops=1, **options), collectives=collectives)
+    unsafe = frozenset(options.get("unsafe_ops", ()))
+    cutting = Partition(unsafe, min_partition_ops=1, collectives=collectives)
+    passes = LiftCpuScalars(), cutting, JoinCollectives()
     for gm, direction in zip(graphs, ("forward", "backward"), strict=True):
         run_passes(passes, gm, PassContext(CUDA, "graph", direction))
     return graphs

@@ -1,11 +1,16 @@
 """Results that are kept, what is shown of them, and summaries of tests."""
 
+import dataclasses
 import json
 
 import pytest
 import results
-from benchlib import check
+from benchlib import check, tables
 
+import cgpass
+from cgpass.compile.facts.op_tables import FIXES
+from cgpass.options import Options
+from cgpass.telemetry.reason import OTHER_FIXES
 from tests.unit.test_bench import EQUAL, META, arm, result, usual
 
 MARKS = "head\n<!-- {0}: begin -->\nold\n<!-- {0}: end -->\ntail\n"
@@ -33,7 +38,7 @@ def written(places):
 
 
 def test_what_is_committed_is_in_step():
-    assert results.problems() == []
+    assert results.main(["--check"]) == 0
 
 
 def test_documents_show_what_is_kept(places):
@@ -80,6 +85,8 @@ def test_results_of_two_runs_are_merged_and_kept(tmp_path, places):
     (path,) = results.take([tmp_path / "a", tmp_path / "b"], places[0])
     assert path.name == "bench-h200-torch2.11.json"
     assert [each["model"] for each in json.loads(path.read_text())["results"]] == ["gpt2", "bert"]
+    with pytest.raises(SystemExit, match="of different commits or machines"):
+        results.merged(other, other | {"meta": META | {"commit": "def"}})
 
 
 @pytest.mark.parametrize(
@@ -118,3 +125,28 @@ def test_summaries_of_tests(tmp_path, capsys, cases, status, good):
     assert sum(data["skipped"].values()) == sum(map(cases.count, "sk"))
     assert [each["name"] for each in data["failed"]] == ["a::f"] * cases.count("f")
     assert f"tests: {'ok' if good else 'FAILED'}, " in capsys.readouterr().out
+
+
+# ---- tables that come from the code
+
+
+def test_a_table_is_put_between_its_markers():
+    assert tables.with_table(MARKS.format("options"), "options", "new\n") == (
+        "head\n<!-- options: begin -->\nnew\n<!-- options: end -->\ntail\n"
+    )
+    with pytest.raises(ValueError, match="no markers for the table of options"):
+        tables.with_table("text", "options", "table")
+
+
+def rows(table):
+    header, rule, *rows = table.splitlines()
+    assert rule == "|---" * (header.count("|") - 1) + "|"
+    return {row.split("`")[1]: row for row in rows}
+
+
+def test_every_option_counter_and_reason_has_a_row():
+    found = rows(tables.options_table())
+    assert [*found] == [f.name for f in dataclasses.fields(Options)]
+    assert all(len(row.rsplit("|", 2)[1].strip()) > 10 for row in found.values())
+    assert rows(tables.counters_table()).keys() == cgpass.counters().keys()
+    assert rows(tables.reasons_table()).keys() == {*FIXES, *OTHER_FIXES}

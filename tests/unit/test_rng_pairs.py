@@ -14,10 +14,15 @@ from torch.utils.checkpoint import (
 )
 
 import cgpass
-from cgpass.compile.facts.text import graph_text
-from cgpass.compile.passes import rng_passes
-from cgpass.compile.passes.base import PassContext, run_passes
-from cgpass.compile.passes.rng_pairs import PAIR, RngPairs, pair_random_ops, split_joint
+from cgpass.compile.passes.base import PassContext, graph_text, run_passes
+from cgpass.compile.passes.own_gradients import OwnGradients
+from cgpass.compile.passes.rng_pairs import (
+    PAIR,
+    FunctionalizeRng,
+    RngPairs,
+    pair_random_ops,
+    split_joint,
+)
 from tests.graphs import CUDA, calls, cpu, fake_cuda_graph, joint_graph
 
 aten = torch.ops.aten
@@ -43,7 +48,8 @@ def split(joint, compiler="eager", inputs=None):
 def rewrite(graphs):
     """What the pass noted of a forward and a backward graph."""
     contexts = (PassContext(CPU, "rng", direction) for direction in ("forward", "backward"))
-    return [run_passes(rng_passes(), *each).notes for each in zip(graphs, contexts, strict=True)]
+    passes = OwnGradients(), FunctionalizeRng()
+    return [run_passes(passes, *each) for each in zip(graphs, contexts, strict=True)]
 
 
 def pairs(gm):
@@ -80,7 +86,7 @@ mul_1: float32[4]@cuda = aten.mul.Tensor(tangents_1, cos)
 mul_2: float32[4]@cuda = aten.mul.Tensor(mul_1, graphsafe_run_with_rng_state)
 return (mul_2,)""",
     )
-    assert notes == [(RngPairs((CUDA,), positions_at=at),) for at in (2, 1)]
+    assert notes == [[RngPairs((CUDA,), positions_at=at)] for at in (2, 1)]
 
 
 def kinds(x):
@@ -139,7 +145,7 @@ def by_policy(fn, policy):
 def test_left_alone(fn):
     graphs = split(joint_graph(fn, (4,)))
     before = [*map(graph_text, graphs)]
-    assert rewrite(graphs) == [(), ()]
+    assert rewrite(graphs) == [[], []]
     assert [*map(graph_text, graphs)] == before
 
 

@@ -1,5 +1,7 @@
 """States of recomputed random operators: CUDA's positions through fake generators, whole states on the CPU."""
 
+import threading
+
 import pytest
 import torch
 
@@ -153,7 +155,7 @@ def test_an_error_in_an_operator_puts_the_users_generator_back(user, device):
 
 def state_in(user):
     """The state of a call's only pair, and what notes where it drew."""
-    positions = rng._Positions()
+    positions = threading.local()
     positions.by_number = [(0, 0)]
     return ForwardState(user, positions, 0), positions
 

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from cgpass import torch_private
-from cgpass.runtime.simulated import SimulatedDriver, SimulatedPool
+from cgpass.errors import DriverUnavailableError
+from cgpass.runtime import simulated
+from cgpass.runtime.simulated import SimulatedDriver, SimulatedPool, driver_for
 
 
 @pytest.fixture
@@ -294,3 +296,26 @@ def test_states_that_a_replay_repeats_are_recorded(driver, fn):
         torch.manual_seed(seed)
         for a, b in zip(found, [*fn(X), torch.rand(3)], strict=True):
             assert torch.equal(a, b)
+
+
+# ---- the option
+
+
+@pytest.mark.parametrize(
+    ("wanted", "on_cpu", "on_cuda"),
+    [
+        ("auto", None, "CUDA"),
+        ("cuda", "refused", "CUDA"),
+        ("simulated", "Simulated", "refused"),
+        ("none", None, None),
+    ],
+)
+def test_the_driver_that_an_option_means(monkeypatch, wanted, on_cpu, on_cuda):
+    for name in ("CUDA", "Simulated"):
+        monkeypatch.setattr(simulated, f"{name}Driver", lambda device, name=name: name)
+    for device, expected in (("cpu", on_cpu), ("cuda:0", on_cuda)):
+        if expected == "refused":
+            with pytest.raises(DriverUnavailableError, match=f"can't record on {device}"):
+                driver_for(wanted, torch.device(device))
+        else:
+            assert driver_for(wanted, torch.device(device)) == expected

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import threading
 
 import pytest
 
@@ -25,6 +26,20 @@ def test_counts_stay_in_the_totals_when_their_owners_are_gone(registry):
     telemetry.CallStats(calls=3)  # nobody registered it
     totals = telemetry.counters()
     assert (totals["calls"], totals["replays"]) == (5, 4)
+
+
+def test_a_signals_handler_may_ask_for_the_totals(registry):
+    """It may come just while somebody else in its thread asks."""
+    found = []
+
+    def asks():
+        with registry.lock:
+            found.append(telemetry.counters()["calls"])
+
+    thread = threading.Thread(target=asks, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert found == [0]
 
 
 def test_a_skip_is_counted_for_as_long_as_it_lasts(registry):

@@ -214,8 +214,7 @@ def key_of(fn, *inputs, **options):
     found = []
 
     def backend(gm, example_inputs):
-        cache = warm_start.GraphCache(lambda *_: None)
-        cache.find_key(gm, example_inputs, Options(**options))
+        cache = warm_start.GraphCache(lambda *_: None, gm, example_inputs, Options(**options))
         found.append(cache.key)
         return gm
 

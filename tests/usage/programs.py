@@ -8,6 +8,7 @@ is quick to run and is all that can be asked for, or else, where compiling chang
 import contextlib
 import inspect
 import os
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,6 +186,16 @@ def assert_steady(counters, *, captured, recordings=None, eager=0, warmups=None,
     }
     assert {name: counters[name] for name in expected} == expected, counters
     assert counters["replays"] > 0, counters
+
+
+def in_threads(*functions):
+    """Call functions at the same time, each in a thread of its own, and wait for all."""
+    threads = [threading.Thread(target=function, daemon=True) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive(), "timed out after 120 s, waiting for a thread"
 
 
 def steady(captured, *, recordings=None, warmups=None):

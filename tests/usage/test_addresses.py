@@ -96,45 +96,6 @@ def test_what_moves_in_every_call_is_copied_for_good(setting, caplog):
     assert not caplog.records
 
 
-def test_more_than_max_copied_mib_runs_without_a_graph_with_one_warning(setting, caplog):
-    with caplog.at_level(logging.WARNING, "cgpass"):
-        counters = setting.compare(moved_in_every_call, max_copied_mib=0)
-    assert counters["recordings"] == 0, counters
-    warned = [r.getMessage() for r in caplog.records if "max_copied_mib=0" in r.getMessage()]
-    assert len(warned) == 1, warned
-    assert "layers.0.weight (float32[8, 8], read at " in warned[0]
-    assert "in forward: return self.layers(x))" in warned[0]
-    assert "too large to be copied (max_copied_mib=0)" in warned[0]
-
-
-def test_layers_that_share_one_function_do_not_thrash(setting):
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = torch.nn.ModuleList([MLP() for _ in range(5)])
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    def program(session):
-        module = session.module(Model)
-        for layer in module.layers:
-            layer.forward = session.compile(layer.forward)
-        values = []
-        for batch in session.batches(4, 8):
-            values += step(module, module, batch.requires_grad_())
-        return values
-
-    counters = setting.compare(program)
-    # a layer's input, the same for the backward, and its gradient: never its weights
-    assert counters["copied_bytes"] <= counters["calls"] * 2 * 4 * 8 * 4, counters
-    # Every layer's forward and backward warms up in the first step and is recorded in the second; the backwards are
-    # recorded once more, since the gradients are kept over the next forward.
-    assert_steady(counters, captured=2, recordings=15, warmups=10)
-
-
 def test_sizes_beyond_max_recordings_run_plainly_and_known_ones_replay(setting, caplog):
     def program(session):
         _, call = session.compiled(MLP, dynamic=True)
@@ -314,26 +275,6 @@ def a_tensor_marked_static_is_replaced(session):
 # ---- what is another tensor in every single call
 
 
-class Recurrent(nn.Module):
-    """Keeps its state in a buffer that is another tensor after every call."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.register_buffer("state", torch.zeros(2, 8))
-
-    def forward(self, x):
-        self.state = torch.tanh(self.linear(x) + self.state.detach())
-        return self.state * 2
-
-
-@ways(counts={"warmups": 2, "recordings": 1, "replays": 58})
-def a_buffer_is_replaced_in_the_forward(session):
-    module, call = session.compiled(lambda: Recurrent().requires_grad_(False))
-    for batch in session.batches(2, 8, count=60):
-        yield [call(batch).clone(), module.state.clone()]
-
-
 @ways(replays="none", most={"recordings": 1})
 def a_state_that_is_assigned_in_every_call_and_kept(session):
     """Another module's parameters, or these at a new place? Either way nothing is recorded for one of them."""
@@ -348,20 +289,6 @@ def a_state_that_is_assigned_in_every_call_and_kept(session):
 @ways.everywhere
 def test_ways_to_move(way, program):
     program.check(way)
-
-
-def test_a_state_is_loaded_in_place_and_by_assignment(way):
-    def program(session):
-        module, call = session.compiled(ConvNet)
-        saved = copy.deepcopy(module.state_dict())
-        for number, batch in enumerate(session.batches(2, 3, 8, 8, count=12)):
-            if number == 4:
-                module.load_state_dict(saved)
-            if number in (6, 9):
-                module.load_state_dict(copy.deepcopy(saved), assign=True)
-            yield sgd_step(module, call, batch)
-
-    way.compare(program)
 
 
 def test_modules_that_are_new_in_every_call_and_kept_are_warned_of(way, caplog):

@@ -50,6 +50,7 @@ def cause(error):
         ),
         ({"inductor": {"max_autotun": True}}, "is no setting of Inductor; did you mean 'max_autot"),
         ({"inductor": {"triton.cudagraphs": True}}, "cgpass makes the CUDA graphs"),
+        ({"inductor": {"custom_partitioner_fn": None}}, "cgpass splits the joint graph itself"),
         *(
             ({name: 1}, f"option {name!r} was removed: {instead}")
             for name, instead in REMOVED.items()

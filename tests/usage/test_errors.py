@@ -1,11 +1,11 @@
 """Errors that are not the capture's: the user's own, memory that runs out, interrupts; threads, fork, the end."""
 
+import functools
 import gc
 import logging
 import os
 import subprocess
 import sys
-import threading
 import warnings
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from torch import nn
 
 import cgpass
 from cgpass.runtime import owner as owners
-from tests.usage.programs import MLP, assert_steady
+from tests.usage.programs import MLP, assert_steady, in_threads
 from tests.usage.test_failures import is_recording, warned
 
 COMPILERS = ["eager", "inductor"]
@@ -212,11 +212,7 @@ def test_calls_from_several_threads(setting, compiler):
 
         if session.device.type == "cuda":
             torch.cuda.synchronize()
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*(functools.partial(work, i) for i in range(4)))
         return results
 
     counters = setting.compare(program, compiler=compiler)

@@ -111,7 +111,7 @@ def test_a_capture_that_fails_at_any_operator_of_a_model(name):
 )
 def test_signals_in_the_middle_of_calls(name, monkeypatch):
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # put back
-    assert_all_come_out_right(Campaign(name).alarms(60), 15)
+    assert_all_come_out_right(Campaign(name).alarms(60), 5)  # runs may be faster than measured
 
 
 def outcome(name):

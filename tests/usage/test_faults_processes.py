@@ -63,17 +63,23 @@ class Waits:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
 def test_a_fork_while_another_thread_captures():
-    """That thread is not in the new process, which collects garbage, and captures functions of its own."""
+    """That thread is not in the new process, which collects garbage and captures: this function, and others."""
 
     def goes_on():
+        signal.alarm(60)  # ends a process that hangs
+        waits.may_go_on.set()
         assert gc.isenabled()
         assert not is_capturing_here()
+        for _ in range(3):
+            x = torch.randn(3)
+            assert torch.equal(captured(x), x.sin() + 1)
         other = cgpass.CUDAGraphWrapper(lambda x: x.cos() + 1, options=OPTIONS)
         for _ in range(3):
             x = torch.randn(3)
             assert torch.equal(other(x), x.cos() + 1)
 
-    with Waits():
+    waits = Waits()
+    with waits as captured:
         assert status_of_a_fork(goes_on) == 0
 
 

@@ -1,7 +1,6 @@
 """What a user holds keeps its value, and forwards and backwards come in any order."""
 
 import itertools
-import logging
 
 import pytest
 import torch
@@ -119,30 +118,6 @@ def test_the_plain_training_loop_copies_nothing_but_inputs(setting, dropped):
     assert growth(settled, "copied_bytes") == [NEEDED] * steps
 
 
-def pending_forwards(order):
-    """Some forwards run before their backwards, which come in the given order."""
-
-    def program(session):
-        module, call = session.compiled(Block)
-        call(session.randn(2, 6, 16)).sum().backward()
-        values = gradients(module)
-        for _ in range(3):
-            outs = [call(batch) for batch in session.batches(2, 6, 16, count=len(order))]
-            for number in order:
-                outs[number].square().mean().backward()
-            values += [out.detach() for out in outs]
-            values += gradients(module)
-            module.zero_grad(set_to_none=True)
-        return values
-
-    return program
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=str)
-def test_forwards_before_their_backwards(setting, order):
-    assert_steady(setting.compare(pending_forwards(order)), captured=2, recordings=6)
-
-
 def interleaved(session):
     """A pipeline: every backward comes one step after the next forward."""
     module, call = session.compiled(Block)
@@ -158,18 +133,6 @@ def interleaved(session):
 
 
 ways()(interleaved)
-
-
-@ways(counts=steady(2))
-def a_forward_whose_backward_never_comes(session):
-    module, call = session.compiled(MLP)
-    for number, batch in enumerate(session.batches(4, 8, count=12)):
-        out = call(batch)
-        yield [out.detach()]
-        if number % 3 != 1:
-            out.square().mean().backward()
-        del out
-    yield gradients(module)
 
 
 # both backwards of the warmed up forward find its saved tensors outside the pool: they warm up
@@ -238,14 +201,6 @@ def outputs_that_share_memory_share_it_for_the_user(session):
 # ---- results of earlier calls that are still held: few recordings, whatever the number of calls
 
 
-@ways(most={"recordings": 3})
-def held_by_the_loop(session):
-    _, call = session.compiled(MLP)
-    for _ in range(30):
-        out = call(session.randn(4, 8))  # the old result lives until the new one is there
-        yield [out.detach().clone()]
-
-
 # ---- what is returned, kept, handed on and edited, and the storages under it
 
 
@@ -261,16 +216,6 @@ def losses_in_a_list(session):
         detached.append(loss.detach())
         total = total + loss.detach()
     return [*(loss.detach() for loss in kept), *detached, total]
-
-
-@ways()
-def gradients_are_clipped_and_scaled_in_place_and_stay(session):
-    module, call = session.compiled(MLP)
-    for batch in session.batches(4, 8, count=8):
-        call(batch).square().mean().backward()
-        norm = nn.utils.clip_grad_norm_(module.parameters(), 0.01)
-        yield [norm, *(p.grad.mul_(3) for p in module.parameters())]
-        module.zero_grad()
 
 
 @ways()
@@ -530,29 +475,6 @@ for outputs in ("shared", "owned"):
 @ways.everywhere
 def test_ways_to_hold(way, program):
     program.check(way)
-
-
-@pytest.mark.parametrize("enough", [False, True])
-def test_results_of_as_many_calls_may_be_held_as_the_option_says(setting, caplog, enough):
-    """Past it they run plainly and say so once."""
-
-    def program(session):
-        _, call = session.compiled(MLP)
-        for _ in range(2):
-            held = [call(session.randn(4, 8)) for _ in range(30)]
-        return [h.detach().clone() for h in held]
-
-    with (
-        cgpass.set_defaults(max_pending_calls=64 if enough else 16),
-        caplog.at_level(logging.WARNING, "cgpass"),
-    ):
-        counters = setting.compare(program)
-    said = [r.getMessage() for r in caplog.records if "still referenced" in r.getMessage()]
-    assert len(said) == (not enough), said
-    assert all("results of 16 earlier calls were still referenced" in text for text in said)
-    assert all("or raise max_pending_calls" in text for text in said)
-    assert (counters["plain_calls"] == 0) == enough, counters
-    assert enough or counters["recordings"] < 20, counters
 
 
 # ---- what more is asked than equal numbers

@@ -10,7 +10,6 @@ import copy
 import itertools
 import logging
 import random
-import re
 import sys
 
 import pytest
@@ -22,8 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 import cgpass
 from cgpass import telemetry, torch_private
-from cgpass.errors import OptionError
-from cgpass.options import REMOVED
 from tests.usage.programs import (
     ALL,
     MLP,
@@ -950,14 +947,3 @@ def test_a_large_parameter_that_is_new_in_every_call_runs_without_a_graph(way, c
     assert "in forward: return self.last(torch.tanh(self.large(self.first(x)))))" in messages[0]
     assert "too large to be copied (max_copied_mib=1)" in messages[0]
     assert (counters["replays"], counters["recordings"]) == (0, 0), counters
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_an_option_that_was_removed_says_what_is_there_instead(name):
-    says = re.escape(f"cgpass: option {name!r} was removed: {REMOVED[name]}.")
-    with pytest.raises(OptionError, match=says):
-        cgpass.set_defaults(**{name: 1})
-    call = torch.compile(MLP(), backend=cgpass.cgpass, options={name: 1})
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=says) as raised:
-        call(torch.randn(4, 8))
-    assert isinstance(raised.value.inner_exception, OptionError)

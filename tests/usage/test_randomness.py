@@ -1,7 +1,6 @@
 """Random numbers are the forward's own: each backward repeats its forward's, which are eager's, and a seed fixes them."""
 
 import functools
-import threading
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from tests.usage.programs import (
     Ways,
     assert_replays,
     assert_steady,
+    in_threads,
     learn,
     one_of_each_on_cpu,
 )
@@ -467,11 +467,7 @@ def test_threads_at_the_same_time(way):
                 out.sum().backward()
                 wrong.append(not torch.equal(out != 0, x.grad != 0))
 
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*[work] * 4)
         assert len(wrong) == 60
         assert not any(wrong)
         torch.compiler.reset()

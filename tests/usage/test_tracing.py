@@ -1,4 +1,4 @@
-"""`TORCH_TRACE`: what is in torch's structured trace, read line by line and by tlparse; and the INFO log."""
+"""`TORCH_TRACE`: what is in torch's structured trace, read line by line and by tlparse; the INFO log; the profiler's ranges."""
 
 import contextlib
 import json
@@ -7,8 +7,10 @@ import logging
 import pytest
 import torch
 from torch._logging._internal import LazyTraceHandler, TorchLogsFormatter
+from torch.profiler import ProfilerActivity, profile
 
 from cgpass.compile.passes import base
+from cgpass.runtime.executor import Executor
 
 OPTIONS = {"driver": "simulated", "compiler": "eager"}
 
@@ -83,7 +85,7 @@ def test_graphs_before_and_after_each_pass_that_changed_them(trace):
     assert [name for name in found if name.startswith("cgpass_graph_forward")] == [
         "cgpass_graph_forward_0_before",
         "cgpass_graph_forward_2_partition",
-        "cgpass_graph_forward_1_outline",
+        "cgpass_graph_forward_outlined",
     ]
     _, before = found["cgpass_graph_forward_0_before"]
     _, after = found["cgpass_graph_forward_2_partition"]
@@ -149,3 +151,58 @@ def test_a_line_for_each_graph_and_each_recording(caplog):
     (moved,) = [line for line in lines if " made: moved" in line]
     assert moved.startswith("forward captured_0 of test_tracing.py:")
     assert "in histogram: recording 2 made: moved: w (flo" in moved
+
+
+# ---- partitions as named ranges of the profiler's traces
+
+
+def halves(x):
+    x = x.sin().cos().tanh().exp()
+    x = x * torch.histc(x.detach(), 8).max()  # reads on the host
+    return x.sin().cos().tanh().exp()
+
+
+@pytest.fixture
+def session(setting):
+    return setting.session(on_skip="silent")
+
+
+def ranges(events):
+    return [e.name for e in events if e.name.startswith("cgpass: ")]
+
+
+def test_each_partition_is_a_range_of_forward_and_backward(session, tmp_path):
+    call = session.compile(halves)
+    x = session.randn(4, 4).requires_grad_()
+    for _ in range(2):
+        call(x).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof:
+        call(x).sum().backward()
+    found = ranges(prof.events())
+    assert [name.partition(" of ")[0] for name in found] == [
+        "cgpass: forward captured_0",
+        "cgpass: forward eager_1",
+        "cgpass: forward captured_2",
+        "cgpass: backward captured_0",
+    ]
+    assert found[0].endswith("in halves")
+    assert "test_tracing.py:" in found[0]
+    path = tmp_path / "trace.json"
+    prof.export_chrome_trace(str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    shown = {e["name"]: e for e in events if e.get("ph") == "X"}
+    assert shown[found[0]]["dur"] > 0
+
+
+def test_a_wrapper_is_a_range(session):
+    call, x = session.wrap(torch.sin, name="mine"), session.randn(4)
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof:
+        call(x)
+    assert ranges(prof.events()) == ["cgpass: mine"]
+
+
+def test_nothing_is_named_while_nobody_profiles(session, monkeypatch):
+    monkeypatch.setattr(Executor, "_named_steps", pytest.fail)
+    call, x = session.compile(halves), session.randn(4, 4)
+    for _ in range(3):
+        call(x)

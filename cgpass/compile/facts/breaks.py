@@ -1,11 +1,12 @@
-"""Graph breaks, where Dynamo ended a graph before the function's end: line, cause and remedy."""
+"""Graph breaks, and what `torch.compile` left to eager, by torch's own notes: line, cause and remedy."""
 
 import itertools
+import linecache
 import os
 import re
 import sysconfig
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -16,39 +17,37 @@ from torch import fx
 from cgpass import torch_private
 from cgpass.compile.facts import op_tables
 from cgpass.compile.facts.lines import function_name
-from cgpass.telemetry.reason import Reason
+from cgpass.telemetry.reason import OTHER_FIXES, OTHER_OPTIONS, Reason
+from cgpass.telemetry.summaries import GraphSummary
 
 _HOST_READ: Final = op_tables.FIXES["host_read"]
 _LEAVE_IT: Final = "leave it: torch compiles what is called there by itself"
-_KNOWN: Final = tuple(
-    (re.compile(pattern), cause, fix)
-    for pattern, cause, fix in (
-        (r"Tensor\.backward\(\) call", "the backward is called", "leave it: it has its own graphs"),
-        (r"`Optimizer\.zero_grad`", "gradients are cleared", "leave it: it launches little"),
-        (r"Tensor\.item\(\)|_local_scalar_dense", "the host reads a tensor's value", _HOST_READ),
-        (r"tolist\(\)", "the host reads a tensor's values", _HOST_READ),
-        (
-            r"generic_jump|Data-dependent branching",
-            "a branch on a tensor's value",
-            "choose between both results on the device: torch.where, or torch.cond for more than that",
-        ),
-        (
-            r"builtin operator `print`",
-            "print can't be traced",
-            "print after the compiled function, or torch._dynamo.config.reorderable_logging_functions.add(print)",
-        ),
-        (
-            r"logging\.Logger|[Ll]ogger",
-            "a logger's method can't be traced",
-            "log outside of the compiled function, or add the method to torch._dynamo.config.ignore_logging_functions",
-        ),
-        (r"torch\._dynamo\.graph_break\(\)", "torch._dynamo.graph_break() is called", "remove it"),
-        (
-            "comprehension_graph_break",
-            "a graph break in a comprehension",
-            "take what breaks the graph out of the comprehension",
-        ),
-    )
+_KNOWN: Final = (
+    (r"Tensor\.backward\(\) call", "the backward is called", "leave it: it has its own graphs"),
+    (r"`Optimizer\.zero_grad`", "gradients are cleared", "leave it: it launches little"),
+    (r"Tensor\.item\(\)|_local_scalar_dense", "the host reads a tensor's value", _HOST_READ),
+    (r"tolist\(\)", "the host reads a tensor's values", _HOST_READ),
+    (
+        r"generic_jump|Data-dependent branching",
+        "a branch on a tensor's value",
+        "choose between both results on the device: torch.where, or torch.cond for more than that",
+    ),
+    (
+        r"builtin operator `print`",
+        "print can't be traced",
+        "print after the compiled function, or torch._dynamo.config.reorderable_logging_functions.add(print)",
+    ),
+    (
+        r"logging\.Logger|[Ll]ogger",
+        "a logger's method can't be traced",
+        "log outside of the compiled function, or add the method to torch._dynamo.config.ignore_logging_functions",
+    ),
+    (r"torch\._dynamo\.graph_break\(\)", "torch._dynamo.graph_break() is called", "remove it"),
+    (
+        "comprehension_graph_break",
+        "a graph break in a comprehension",
+        "take what breaks the graph out of the comprehension",
+    ),
 )
 """Torch's words, what they mean, and what to do.
 
@@ -69,6 +68,19 @@ _OURS: Final = str(Path(__file__).parents[2]) + os.sep
 _INSTALLED: Final = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _LENGTH: Final = 160
 """Of the words of torch's own that are shown."""
+_AT_LIMIT: Final = "recompile limit exceeded"
+_LIMIT: Final = re.compile(r"exceeding the (\w+) .*currently set to (\d+)")
+_NUMBER: Final = re.compile(r"^\[?\d+/\d+\]?: ")
+_HINT: Final = re.compile(r"\(HINT: .*\)\s*$")
+_SETTING: Final = re.compile(r"torch\._dynamo\.config\.\w+ = \w+")
+_SOURCE: Final = re.compile(r"^(.*?)\s+# (.*?)\s*# (\S+):(\d+) in (\S+)")
+"""A guard, with the line that needs it."""
+_OTHER_BACKEND: Final = "BACKEND_MATCH"
+_WRAPPER: Final = os.path.join("torch", "_dynamo", "external_utils.py")
+"""Holds the function as which Dynamo compiles modules of torch's. Source: `wrap_inline`, 2.11 to 2.15."""
+
+Function = tuple[Any, ...]
+"""File, first line and name; of a function that is not known, what torch numbers it."""
 
 
 def graph_break_of(gm: fx.GraphModule) -> Reason | None:
@@ -87,6 +99,7 @@ def graph_break_of(gm: fx.GraphModule) -> Reason | None:
 
 def untold(
     noted: Iterable[torch_private.GraphBreak],
+    earlier: Collection[torch_private.GraphBreak],
     told: Iterable[str | None],
     places: Iterable[str | None],
 ) -> list[Reason]:
@@ -99,21 +112,11 @@ def untold(
     files = {place_of(place).rpartition(":")[0] for place in places}
     found: dict[Any, Reason] = {}
     for each in noted:
-        users = [frame for frame in each.stack if _is_users(frame)]
-        rest = _left_by_torch(each.stack)
-        mine = (
-            _INSTALLED.search(frame.filename) is None or os.path.basename(frame.filename) in files
-            for frame in users
-        )
-        if not each.stack or (rest is None and not any(mine)):
-            continue
-        mine = any(
-            _is_users(frame)
-            and (not _INSTALLED.search(frame.filename) or os.path.basename(frame.filename) in files)
-            for frame in each.stack
-        )
-        reason = _of_stack(each.text, each.stack)
-        found.setdefault((place_of(reason.line), rest), reason)
+        users = [frame.filename for frame in each.stack if _is_users(frame)]
+        mine = (not _INSTALLED.search(f) or os.path.basename(f) in files for f in users)
+        reason = replace(_of_stack(each.text, each.stack), is_earlier=each in earlier)
+        if reason.rest is not None or any(mine):
+            found.setdefault((place_of(reason.line), reason.rest), reason)
     known |= {place for place, rest in found if rest is not None}
     return [
         reason for (place, rest), reason in found.items() if rest is not None or place not in known
@@ -135,13 +138,12 @@ def reason_of(text: str, line: str | None) -> Reason:
     hints = [each.removeprefix("Hint: ") for each in lines if each.startswith("Hint: ")]
     fix = next((hint for hint in hints if not _NO_HELP.search(hint)), _SEE)
     fix = fix.partition(". ")[0][:_LENGTH]
-    for pattern, cause, known in _KNOWN:
-        if pattern.search(text):
-            detail, fix = cause, known
-            break
+    known = ((cause, fix) for pattern, cause, fix in _KNOWN if re.search(pattern, text))
+    detail, fix = next(known, (detail, fix))
     operator = _OPERATOR.search(text)
-    if operator is not None and (known := op_tables.OPERATOR_FIXES.get(operator[2])):
-        detail, fix = f"{operator[1]} reads data, or makes a size that depends on it", known
+    if operator is not None and operator[2] in op_tables.OPERATOR_FIXES:
+        detail = f"{operator[1]} reads data, or makes a size that depends on it"
+        fix = op_tables.OPERATOR_FIXES[operator[2]]
     in_loop = ", in a loop" if "graph break in loop" in text else ""
     return Reason("graph_break", "", f"graph break: {detail}{in_loop}", fix, line)
 
@@ -224,3 +226,139 @@ def _line(frame: Any) -> str | None:
     if frame is None:
         return None
     return f"{_place(frame)}: {frame.line}" if frame.line else _place(frame)
+
+
+# ---- what Dynamo noted of all that was compiled
+
+
+def graph_breaks(
+    before: Collection[torch_private.GraphBreak], graphs: Sequence[GraphSummary]
+) -> tuple[list[Reason], list[Reason]]:
+    """Graph breaks that were met, and those among them behind which torch left something to eager; each once.
+
+    Those that graphs end at, those noted since `before`, and of earlier ones those of functions that ran.
+    """
+    ends = [graph.graph_break for graph in graphs if graph.graph_break is not None]
+    functions = {_function_at(graph.place) for graph in graphs}
+    noted = [
+        each
+        for each in torch_private.graph_breaks()
+        if each not in before or (not each.over and _function_of(each) in functions)
+    ]
+    noted.sort(key=before.__contains__)
+    others = untold(noted, before, [each.line for each in ends], [each.place for each in graphs])
+    every: dict[Any, Reason] = {}
+    for each in (*ends, *others):
+        every.setdefault((place_of(each.line) or each, each.rest), each)
+    left = [each for each in every.values() if each.rest is not None]
+    return [each for each in every.values() if each.rest is None], left
+
+
+def left_to_eager(before: Sequence[Any]) -> list[Reason]:
+    """Functions whose last compilation was given up; of those noted `before` only what was compiled for our backend."""
+    old, living = set(map(id, before)), _last(torch_private.compilations(since_reset=True))
+    ours = {each.function for each in torch_private.graph_breaks() if not each.over}
+    found = []
+    for function, each in (_last(torch_private.compilations()) | living).items():
+        is_old = id(each) in old
+        is_ours = torch_private.is_ours(each) or (function[0], function[-1]) in ours
+        counts = not is_old or (is_ours and len(function) > 1 and living.get(function) is each)
+        if counts and torch_private.was_given_up(each):
+            found.append(replace(_described(function, each), is_earlier=is_old))
+    return found
+
+
+def recompiled(before: Sequence[Any]) -> list[Reason]:
+    """Why functions that cgpass compiles were compiled once more: the last cause at each line, and how often."""
+    old, found = set(map(id, before)), dict[str, Reason]()
+    for each in torch_private.compilations():
+        text, is_new = each.recompile_reason, id(each) not in old and torch_private.is_ours(each)
+        if text and is_new and each.co_name is not None and not torch_private.was_given_up(each):
+            cause, line, _ = _cause(text)
+            if cause.startswith(_OTHER_BACKEND):
+                cause = "backend or options were others"
+            line = line or _where((each.co_filename, each.co_firstlineno, each.co_name))
+            count = found[line].count + 1 if line in found else 1
+            detail, fix = f"compiled once more: {cause}", OTHER_FIXES["recompiled"]
+            found[line] = Reason("recompiled", "", detail, fix, line, count=count)
+    return list(found.values())
+
+
+def _where(function: Function) -> str:
+    if len(function) == 1:
+        return "a function without a line of its own"
+    file, line, name = function
+    if file.endswith(_WRAPPER):
+        return "modules of torch's own classes, as nn.Sequential (they count as one function)"
+    return f"{os.path.basename(file)}:{line} in {function_name(name)}"
+
+
+def _function_at(place: str | None) -> str:
+    """Of `model.py:41 in forward`, the file and the name; modules of torch's own are one function."""
+    where, _, name = (place or "").partition(" in ")
+    return f"{where.rpartition(':')[0]} in {name}" if name else "module"
+
+
+def _function_of(noted: torch_private.GraphBreak) -> str:
+    file, name = noted.function
+    is_torchs = file.endswith(_WRAPPER)
+    return "module" if is_torchs else f"{os.path.basename(file)} in {function_name(name)}"
+
+
+def _last(notes: Iterable[Any]) -> dict[Function, Any]:
+    """The last compilation of each function."""
+    functions: dict[str, Function] = {}
+    last: dict[Function, Any] = {}
+    for each in notes:
+        frame = torch_private.function_of(each.compile_id)
+        if each.co_name is not None:
+            functions[frame] = each.co_filename, each.co_firstlineno, each.co_name
+        elif not _is_at_limit(each):  # a backward's
+            continue
+        last[functions.get(frame, (frame,))] = each
+    return last
+
+
+def _is_at_limit(compilation: Any) -> bool:
+    return _AT_LIMIT in (compilation.fail_reason or "")
+
+
+def _described(function: Function, compilation: Any) -> Reason:
+    place = _where(function)
+    if _is_at_limit(compilation):
+        return _at_limit(compilation, place)
+    file, number = compilation.fail_user_frame_filename, compilation.fail_user_frame_lineno
+    line = None
+    if file and number is not None:
+        code = linecache.getline(file, number).strip()
+        line = f"{os.path.basename(file)}:{number}{f': {code}' if code else ''}"
+    return given_up(compilation.fail_reason or compilation.fail_type, line, place)
+
+
+def _at_limit(compilation: Any, rest: str) -> Reason:
+    limit = _LIMIT.search(compilation.fail_reason)
+    option, times = limit.groups() if limit else ("recompile_limit", "so many")
+    cause, line, hint = _cause(compilation.recompile_reason or "")
+    why = f"; the guard that failed last: {cause}" if cause else ""
+    fix = OTHER_FIXES["recompile_limit"] + (f"; or set {hint[0]}" if hint else "")
+    if cause.startswith(_OTHER_BACKEND):
+        why, fix = ", the last time since backend or options were others", OTHER_OPTIONS
+    often = f"{times} times, as often as torch._dynamo.config.{option} allows"
+    detail = f"it was compiled {often}{why}. Calls that fit nothing compiled run in eager"
+    return Reason("recompile_limit", "", detail, fix, line, rest)
+
+
+def _cause(text: str) -> tuple[str, str | None, re.Match[str] | None]:
+    """Of a recompilation: what changed, the user's line that needs it, and the setting that torch hints at.
+
+    Source: torch/_dynamo/guards.py `get_guard_fail_reason_helper`, 2.11 to 2.15.
+    """
+    first = _NUMBER.sub("", next(iter(text.splitlines()), ""))
+    hint = _SETTING.search(first)
+    first = _HINT.sub("", first).strip()
+    source = _SOURCE.match(first)
+    if source is None:
+        return first.partition("  # ")[0].strip(), None, hint
+    guard, code, file, line, name = source.groups()
+    place = f"{os.path.basename(file)}:{line} in {name}"
+    return guard, f"{place}: {code}" if code else place, hint

@@ -8,20 +8,36 @@ capturable is marked `PROVEN` when the function is compiled again; it can be nam
 import functools
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from cgpass import torch_private
 from cgpass.compile.facts import op_tables, values
-from cgpass.compile.facts.ancestry import is_untraceable, names_behind, operator_names
 from cgpass.compile.facts.lines import user_line
 from cgpass.telemetry.reason import Reason
 
 LIFTED = "cgpass_lifted"
 """In `node.meta`: the copy to the device that our own lifting of a CPU scalar put there."""
+PROVEN = "cgpass_proven"
+"""In `node.meta`: code and detail of what running the node showed."""
+_PYTHON_OPERATORS = {
+    "iadd": "add_",
+    "imatmul": "matmul",
+    "imul": "mul_",
+    "ipow": "pow_",
+    "isub": "sub_",
+    "itruediv": "div_",
+    "matmul": "matmul",
+}
+"""Python's operators that tracing replaces by other ones of ATen."""
+_untraceable: set[torch._ops.OpOverload] = set()
+
+
+def note_untraceable(op: torch._ops.OpOverload) -> None:
+    """Note that the autograd formula of a custom operator can't be traced. See `compile/formulas.py`."""
+    _untraceable.add(op)
 
 
 def is_argument(node: fx.Node) -> bool:
@@ -29,9 +45,7 @@ def is_argument(node: fx.Node) -> bool:
 
     It belongs to no partition: it runs first of all, before anything writes the scalar.
     """
-    if node.op != "call_function" or not node.meta.get(LIFTED):
-        return False
-    return node.all_input_nodes[0].op == "placeholder"
+    return LIFTED in node.meta and node.all_input_nodes[0].op == "placeholder"
 
 
 def is_passive(node: fx.Node) -> bool:
@@ -45,10 +59,6 @@ def has_cpu_scalars(gm: fx.GraphModule) -> bool:
     """Tell if a graph makes or reads tensors of one number on the CPU."""
     tensors = (tensor for node in gm.graph.nodes for tensor in values.tensors(node))
     return any(tensor.device.type == "cpu" and tensor.dim() == 0 for tensor in tensors)
-
-
-PROVEN = "cgpass_proven"
-"""In `node.meta`: code and detail of what running the node showed."""
 
 
 @dataclass(frozen=True)
@@ -86,20 +96,21 @@ def why_not_capturable(
 
     Placeholders, outputs, `get_attr`, host scalars and arguments are never in the way.
     """
+    return _judge(_Query(node, device, unsafe_ops, collectives))
+
+
+def _judge(query: _Query) -> Reason | None:
+    node = query.node
     if node.target is operator.getitem:
-        parent = node.args[0]
-        if not isinstance(parent, fx.Node) or parent.op != "call_function":
-            return None
-        return why_not_capturable(parent, device, unsafe_ops=unsafe_ops, collectives=collectives)
+        parent = node.all_input_nodes[0]
+        return _judge(replace(query, node=parent)) if parent.op == "call_function" else None
     if is_passive(node):
         return None
-    query = _Query(node, device, unsafe_ops, collectives)
-    for rule in _RULES:
-        found = rule(query)
-        if found is not None:
-            code, detail = found
-            return Reason(code, op_name(node), detail, _fix(query, code), user_line(node))
-    return None
+    found = next(filter(None, (rule(query) for rule in _RULES)), None)
+    if found is None:
+        return None
+    code, detail = found
+    return Reason(code, op_name(node), detail, _fix(query, code), user_line(node))
 
 
 def _fix(query: _Query, code: str) -> str:
@@ -132,15 +143,63 @@ def _short_name(op: torch._ops.OpOverload) -> str:
     return op._schema.name.removeprefix("aten::")
 
 
-def _listed_by_user(query: _Query) -> _Found:
-    if not query.unsafe_ops:
+def _operator_names(target: object) -> frozenset[str]:
+    """Return what `unsafe_ops` may call an operator: `"ns::op"` and `"ns::op.overload"`."""
+    if isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name
+        return frozenset({name, f"{name}.{target._overloadname}"})
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return frozenset({f"higher_order::{target.name()}"})
+    return frozenset()
+
+
+def names_behind(node: fx.Node) -> frozenset[str]:
+    """Names of every operator that a node calls or is left of.
+
+    Many operators that a user can name are gone when a graph is partitioned: functionalisation turned `add_` into
+    `add`, `linear` became `mm`, Inductor's decompositions left nothing of `gelu`. Tracing notes where nodes come from:
+    `original_aten` for decompositions, `source_fn_stack` for the call in the user's code. Of a backward's nodes it knows
+    only the first: they are not the operator that was called in the forward.
+
+    Source: torch/fx/experimental/proxy_tensor.py and torch/_dynamo/output_graph.py, 2.11 to 2.15.
+    """
+    operators = values.called(node)[0], node.target, node.meta.get("original_aten")
+    called = [target for _, target in node.meta.get("source_fn_stack") or ()]  # by the user
+    return frozenset().union(*map(_operator_names, operators), *map(_names_of_call, called))
+
+
+def _names_of_call(target: object) -> frozenset[str]:
+    """Names of the operator that Dynamo's graph calls: an operator, a function of torch, or a tensor's method."""
+    if isinstance(target, torch._ops.OpOverload | torch._ops.HigherOrderOperator):
+        return _operator_names(target)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = target.overloads()
+        only = getattr(target, overloads[0]) if len(overloads) == 1 else None
+        return _operator_names(only) | {target._qualified_op_name}
+    name = target if isinstance(target, str) else _function_name(target)
+    is_aten = name is not None and hasattr(torch.ops.aten, name)
+    return frozenset({f"aten::{name}"}) if is_aten else frozenset()
+
+
+def _function_name(target: object) -> str | None:
+    """The name of a function of torch or of Python's `operator`, None for what is neither."""
+    name = getattr(target, "__name__", None)
+    if not isinstance(name, str):
         return None
-    called = operator_names(query.op) | operator_names(query.node.target)
-    if listed := query.unsafe_ops & called:
-        return "unsafe_ops", f"{min(listed)} is listed in unsafe_ops"
-    if listed := query.unsafe_ops & names_behind(query.node):
-        return "unsafe_ops", f"it is a part of {min(listed)}, which is listed in unsafe_ops"
-    return None
+    if getattr(operator, name, None) is target:
+        return _PYTHON_OPERATORS.get(name)
+    module = getattr(target, "__module__", None)
+    return name if module is None or module.split(".")[0] == "torch" else None
+
+
+def _listed_by_user(query: _Query) -> _Found:
+    listed = query.unsafe_ops and query.unsafe_ops & names_behind(query.node)
+    if not listed:
+        return None
+    called = _operator_names(query.op) | _operator_names(query.node.target)
+    if own := listed & called:
+        return "unsafe_ops", f"{min(own)} is listed in unsafe_ops"
+    return "unsafe_ops", f"it is a part of {min(listed)}, which is listed in unsafe_ops"
 
 
 def _by_kind(query: _Query) -> _Found:
@@ -158,9 +217,11 @@ def _by_operator(query: _Query) -> _Found:
     if not isinstance(op, torch._ops.OpOverload):
         return None
     name, node = _short_name(op), query.node
-    if is_untraceable(op):
-        detail = "its autograd formula can't be traced: it may read data on the host"
-        return "opaque_autograd", detail
+    if op in _untraceable or op._schema.name == "cgpass::formula":  # which runs such a formula
+        return (
+            "opaque_autograd",
+            "its autograd formula can't be traced: it may read data on the host",
+        )
     if torch.Tag.cudagraph_unsafe in op.tags:
         return "cudagraph_unsafe", "the operator is tagged cudagraph_unsafe"
     if torch.Tag.data_dependent_output in op.tags:
@@ -188,20 +249,16 @@ def _why_it_waits(node: fx.Node, name: str) -> str | None:
     given, why = op_tables.SYNCS_IF_GIVEN.get(name, ("", ""))
     if given and values.argument(node, given):
         return why
-    for argument in op_tables.READ_ON_THE_HOST.get(name, ()):
-        value = values.argument(node, argument)
-        if isinstance(value, fx.Node) and any(
-            t.device.type != "cpu" for t in values.tensors(value)
-        ):
-            return f"it reads {argument} on the host"
+    for read in op_tables.READ_ON_THE_HOST.get(name, ()):
+        if any(t.device.type != "cpu" for t in values.argument_tensors(node, read)):
+            return f"it reads {read} on the host"
     return None
 
 
 def _bool_index(node: fx.Node) -> _Found:
-    for index in tree_leaves(values.argument(node, "indices")):
-        for tensor in values.tensors(index) if isinstance(index, fx.Node) else ():
-            if tensor.dtype in (torch.bool, torch.uint8):
-                return "bool_index", f"an index of type {_dtype(tensor)} is a hidden nonzero()"
+    for tensor in values.argument_tensors(node, "indices"):
+        if tensor.dtype in (torch.bool, torch.uint8):
+            return "bool_index", f"an index of type {_dtype(tensor)} is a hidden nonzero()"
     return None
 
 
@@ -227,17 +284,9 @@ def _nested_graph(query: _Query) -> _Found:
     bodies = values.bodies(query.node)
     if not bodies:
         return "nested_graph", "its nested graph was not found"
-    for body in bodies:
-        for inner in body.graph.nodes:
-            reason = why_not_capturable(
-                inner,
-                query.device,
-                unsafe_ops=query.unsafe_ops,
-                collectives=query.collectives,
-            )
-            if reason is not None:
-                return "nested_graph", f"inside it, {reason.op}: {reason.detail}"
-    return None
+    inner = (replace(query, node=node) for body in bodies for node in body.graph.nodes)
+    reason = next(filter(None, map(_judge, inner)), None)
+    return None if reason is None else ("nested_graph", f"inside it, {reason.op}: {reason.detail}")
 
 
 def _on(tensor: torch.Tensor, device: torch.device) -> bool:

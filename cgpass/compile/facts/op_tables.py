@@ -1,54 +1,24 @@
 """Tables of single operators: which ones a CUDA graph can't hold, and what to do about it.
 
-Source: a capture of every operator below and of what is missing here on an H200 with torch 2.11;
-ATen's implementations for what no tag tells (2.11 to 2.15).
+Names without a namespace are aten's. Source: a capture of every operator below and of what is missing here on an H200
+with torch 2.11; ATen's implementations for what no tag tells (2.11 to 2.15).
 """
 
-SYNCS = frozenset(
-    {
-        "nonzero",
-        "nonzero_numpy",
-        "argwhere",
-        "masked_select",
-        "_unique",
-        "_unique2",
-        "unique_dim",
-        "unique_consecutive",
-        "unique_dim_consecutive",
-        "bincount",
-        "_choose_qparams_per_tensor",
-        "_ctc_loss",
-        "_fake_quantize_learnable_per_channel_affine",
-        "_fake_quantize_learnable_per_channel_affine_backward",
-        "_fake_quantize_learnable_per_tensor_affine",
-        "_fake_quantize_learnable_per_tensor_affine_backward",
-        "cholesky",
-        "linalg_ldl_factor_ex",
-        "linalg_ldl_solve",
-        "segment_reduce",
-        "_segment_reduce_backward",
-        "embedding_renorm_",
-        "aten.normal.Tensor_Tensor",
-        "aten.normal.float_Tensor",
-        "_linalg_check_errors",
-        "_linalg_eigh",
-        "_linalg_eigvals",
-        "_linalg_svd",
-        "linalg_eig",
-        "linalg_eigvals",
-        "linalg_lstsq",
-        "linalg_matrix_exp",
-        "linalg_pinv",
-        "is_nonzero",
-        "_pack_padded_sequence",
-        "_to_sparse",
-        "to_sparse",
-        "_coalesce",
-        "_nested_tensor_from_mask",
-        "_nested_get_min_seqlen",
-        "_nested_get_max_seqlen",
-    }
-)
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+SYNCS = _names("""
+    _unique nonzero_numpy _choose_qparams_per_tensor
+    _fake_quantize_learnable_per_channel_affine _fake_quantize_learnable_per_channel_affine_backward
+    _fake_quantize_learnable_per_tensor_affine _fake_quantize_learnable_per_tensor_affine_backward
+    cholesky linalg_ldl_factor_ex linalg_ldl_solve segment_reduce _segment_reduce_backward embedding_renorm_
+    aten.normal.Tensor_Tensor aten.normal.float_Tensor _linalg_check_errors
+    _linalg_eigh _linalg_eigvals _linalg_svd linalg_eig linalg_eigvals linalg_matrix_exp linalg_pinv
+    is_nonzero _pack_padded_sequence _to_sparse to_sparse _coalesce
+    _nested_tensor_from_mask _nested_get_min_seqlen _nested_get_max_seqlen
+""")
 """Operators without a telling tag that synchronise, by name or by `aten.name.overload`."""
 
 _CHECKS = "check_errors", "with check_errors it reads on the host what failed"
@@ -71,132 +41,72 @@ READ_ON_THE_HOST = {
 }
 """Arguments that operators read on the host if they are tensors on the device."""
 
-QUANTISING = frozenset(
-    {
-        "quantize_per_tensor",
-        "quantize_per_tensor_dynamic",
-        "quantize_per_channel",
-        "_empty_affine_quantized",
-        "_empty_per_channel_affine_quantized",
-        "_make_per_tensor_quantized_tensor",
-        "_make_per_channel_quantized_tensor",
-    }
-)
+QUANTISING = _names("""
+    quantize_per_tensor quantize_per_tensor_dynamic quantize_per_channel
+    _empty_affine_quantized _empty_per_channel_affine_quantized
+    _make_per_tensor_quantized_tensor _make_per_channel_quantized_tensor
+""")
 """Operators whose result is quantised, which the fake tensor that stands for it does not say."""
 
-HOST_STATE = frozenset(
-    {
-        "_pin_memory",
-        "_resize_output_",
-        "is_pinned",
-        "pin_memory",
-        "record_stream",
-        "resize_",
-        "set_",
-        "shallow_copy_data_",
-        "fsdp::set_",
-        "inductor::resize_storage_bytes_",
-    }
-)
-"""Operators that change or read what only the host knows: storages, streams, pinned memory."""
-
-WRITES_FIRST = frozenset({"inductor::resize_storage_bytes_"})
+WRITES_FIRST = _names("inductor::resize_storage_bytes_")
 """Operators that change their first argument, and whose schema does not say so.
 
 Source: torch/_inductor/inductor_prims.py, 2.11 to 2.15. Dynamo makes it of `tensor.untyped_storage().resize_(n)`.
 """
 
-HOST_NAMESPACES = frozenset(
-    {"c10d", "debugprims", "export", "mempool", "profiler", "streams", "symm_mem"}
-)
+HOST_STATE = WRITES_FIRST | _names("""
+    _pin_memory _resize_output_ is_pinned pin_memory record_stream resize_ set_ shallow_copy_data_ fsdp::set_
+""")
+"""Operators that change or read what only the host knows: storages, streams, pinned memory."""
+
+HOST_NAMESPACES = _names("c10d debugprims export mempool profiler streams symm_mem")
 """Namespaces whose operators work on host state; functional collectives are not among them."""
 
-COLLECTIVE_NAMESPACES = frozenset(
-    {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "symm_mem"}
+COLLECTIVE_NAMESPACES = _names(
+    "_c10d_functional _c10d_functional_autograd c10d_functional c10d symm_mem"
 )
 
-STARTS_NOTHING = frozenset({"wait_tensor", "wait_tensors", "_wrap_tensor_autograd"})
+STARTS_NOTHING = _names("wait_tensor wait_tensors _wrap_tensor_autograd")
 """Operators beside functional collectives, in their namespace: waits, and what makes a tensor that waits when it is used."""
 
-WAITING_COLLECTIVES = frozenset({"_dtensor::shard_dim_alltoall"})
+WAITING_COLLECTIVES = _names("_dtensor::shard_dim_alltoall")
 """Collectives of other namespaces, whose results are there when they return.
 
 Source: torch/csrc/distributed/c10d/Functional.cpp `shard_dim_alltoall`, 2.11 to 2.15. DTensor calls it on CUDA to go from
 one sharded dimension to another; on CPU it gathers, and cuts.
 """
 
-INDEXING = frozenset(
-    {
-        "index",
-        "_unsafe_index",
-        "index_put",
-        "index_put_",
-        "_unsafe_index_put",
-        "_index_put_impl_",
-        "_unsafe_masked_index",
-        "_unsafe_masked_index_put_accumulate",
-    }
-)
+INDEXING = _names("""
+    index _unsafe_index index_put index_put_ _unsafe_index_put _index_put_impl_
+    _unsafe_masked_index _unsafe_masked_index_put_accumulate
+""")
 """Operators that are capturable with integer indices and hide a nonzero() with boolean ones."""
 
-COPIES = frozenset({"_to_copy", "copy", "copy_", "prims::device_put"})
+COPIES = _names("_to_copy copy copy_ prims::device_put")
 """Operators that move data between devices."""
 
-CONTROL_FLOW = frozenset(
-    {
-        "associative_scan",
-        "cond",
-        "map_impl",
-        "scan",
-        "switch",
-        "while_loop",
-        "while_loop_stack_output",
-    }
+CONTROL_FLOW = _names(
+    "associative_scan cond map_impl scan switch while_loop while_loop_stack_output"
 )
 
-NESTED_GRAPH_HOPS = frozenset(
-    {
-        "control_deps",
-        "hints_wrapper",
-        "invoke_subgraph",
-        "local_map_hop",
-        "strict_mode",
-        "tag_activation_checkpoint",
-        "wrap",
-        "wrap_activation_checkpoint",
-        "wrap_with_autocast",
-        "wrap_with_set_grad_enabled",
-    }
-)
+NESTED_GRAPH_HOPS = _names("""
+    control_deps hints_wrapper invoke_subgraph local_map_hop strict_mode tag_activation_checkpoint
+    wrap wrap_activation_checkpoint wrap_with_autocast wrap_with_set_grad_enabled
+""")
 """Higher-order operators that run a nested graph once: the graph decides."""
 
-CAPTURABLE_HOPS = frozenset(
-    {
-        "flex_attention",
-        "flex_attention_backward",
-        "flex_gemm",
-        "foreach_map",
-        "inline_asm_elementwise",
-        "invoke_quant",
-        "invoke_quant_packed",
-        "out_dtype",
-        "triton_kernel_wrapper_functional",
-        "triton_kernel_wrapper_mutation",
-    }
-)
+CAPTURABLE_HOPS = _names("""
+    flex_attention flex_attention_backward flex_gemm foreach_map inline_asm_elementwise
+    invoke_quant invoke_quant_packed out_dtype triton_kernel_wrapper_functional triton_kernel_wrapper_mutation
+""")
 
-EFFECT_TOKENS = frozenset({"prims::_make_token", "prims::_sink_tokens"})
+EFFECT_TOKENS = _names("prims::_make_token prims::_sink_tokens")
 """Operators on the tokens that `with_effects` orders side effects by, which Inductor can't pass between graphs."""
 
-INDUCTOR_RANDOM = frozenset(
-    {
-        "prims::inductor_seed",
-        "prims::inductor_seeds",
-        "prims::inductor_lookup_seed",
-        "prims::inductor_random",
-        "prims::inductor_randint",
-    }
-)
+INDUCTOR_RANDOM = _names("""
+    prims::inductor_seed prims::inductor_seeds prims::inductor_lookup_seed
+    prims::inductor_random prims::inductor_randint
+""")
 """Random operators that Inductor's lowering gives their meaning.
 
 What they do as aten operators is for tracing alone: `inductor_random` then draws from the generator and ignores its

@@ -7,10 +7,9 @@ from torch import fx
 from cgpass.telemetry.reason import Reason
 
 KEY = "cgpass"
-"""The key of `node.meta` that holds the tag."""
-
-REASON_KEY = "cgpass_reason"
-"""The key of `node.meta` that holds why the node is eager."""
+"""Key of `node.meta`: the tag."""
+_REASON_KEY = "cgpass_reason"
+"""Key of `node.meta`: why the node is eager."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +30,11 @@ def get_tag(node: fx.Node) -> PartitionTag | None:
     return node.meta.get(KEY)
 
 
-def set_tag(node: fx.Node, tag: PartitionTag | None, reason: Reason | None = None) -> None:
-    """Put `node` into a partition, with the reason if it is eager; None takes it out of any."""
-    for key, value in ((KEY, tag), (REASON_KEY, reason)):
-        if value is None:
-            node.meta.pop(key, None)
-        else:
-            node.meta[key] = value
+def set_tag(node: fx.Node, tag: PartitionTag, reason: Reason | None = None) -> None:
+    """Put `node` into a partition, with the reason if it is eager."""
+    node.meta.update({KEY: tag, _REASON_KEY: reason})
 
 
 def get_reason(node: fx.Node) -> Reason | None:
     """Why `node` is eager, None if it is not or has its producer's reason."""
-    return node.meta.get(REASON_KEY)
+    return node.meta.get(_REASON_KEY)

@@ -4,7 +4,7 @@ Everything here reads `node.meta["val"]`, the fake value that tracing left, and 
 """
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -69,13 +69,14 @@ def bodies(node: fx.Node) -> tuple[fx.GraphModule, ...]:
     owner = node.graph.owning_module
     if hop_name(node) is None or owner is None:
         return ()
-    found = []
-    for arg in node.all_input_nodes:
-        if arg.op == "get_attr":
-            body = attribute(owner, str(arg.target))
-            if isinstance(body, fx.GraphModule):
-                found.append(body)
-    return tuple(found)
+    paths = (str(arg.target) for arg in node.all_input_nodes if arg.op == "get_attr")
+    found = (attribute(owner, path) for path in paths)
+    return tuple(body for body in found if isinstance(body, fx.GraphModule))
+
+
+def _any_inside(node: fx.Node, holds: Callable[[fx.Node], bool]) -> bool:
+    """Tell if something holds for a node in the nested graphs that a higher-order operator gets."""
+    return any(holds(inner) for body in bodies(node) for inner in body.graph.nodes)
 
 
 def attribute(gm: torch.nn.Module, path: str) -> object:
@@ -126,18 +127,17 @@ def has_nested_ints(gm: fx.GraphModule) -> bool:
     return any(isinstance(v, torch.SymInt) and v.node.is_nested_int() for v in found)
 
 
-def _storages(values: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]:
-    for value in values:
-        if value.layout == torch.strided:
-            yield value.untyped_storage()
+def _storages(node: fx.Node) -> dict[int, torch.UntypedStorage]:
+    made = (t.untyped_storage() for t in tensors(node) if t.layout == torch.strided)
+    return {storage._cdata: storage for storage in made}
 
 
 def storage_keys(node: fx.Node) -> frozenset[int]:
     """The identities of the storages that a node's outputs lie in; views share their base's."""
-    return frozenset(s._cdata for s in _storages(tensors(node)))
+    return frozenset(_storages(node))
 
 
-def hint(size: int | torch.SymInt) -> int:
+def _hint(size: int | torch.SymInt) -> int:
     """A symbolic size's value while tracing, 0 where it depends on data."""
     if isinstance(size, int):
         return size
@@ -148,13 +148,8 @@ def output_bytes(node: fx.Node) -> int:
     """Return the bytes that a node allocates for its outputs, symbolic sizes by their values while tracing; views cost nothing."""
     if node.op != "call_function" or node.target is operator.getitem:
         return 0
-    seen = {key for arg in node.all_input_nodes for key in storage_keys(arg)}
-    total = 0
-    for storage in _storages(tensors(node)):
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
-            total += hint(storage.nbytes())
-    return total
+    read = {key for arg in node.all_input_nodes for key in storage_keys(arg)}
+    return sum(_hint(s.nbytes()) for key, s in _storages(node).items() if key not in read)
 
 
 def _nodes(value: object) -> Iterator[fx.Node]:
@@ -167,9 +162,10 @@ def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     A Triton kernel counts as writing to all its tensors, a nested graph to all operands if it writes to one of its inputs.
     """
     if isinstance(node.target, torch._ops.OpOverload):
-        found = _written_by_schema(node, node.target._schema)
-        if node.target._schema.name in op_tables.WRITES_FIRST:
-            found = list(_nodes(node.args[:1]))
+        schema = node.target._schema
+        written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+        first = node.args[:1] if schema.name in op_tables.WRITES_FIRST else ()
+        found = list(_nodes([*first, *(argument(node, name) for name in written)]))
     elif hop_name(node) == "triton_kernel_wrapper_mutation":
         found = list(_nodes(node.kwargs.get("kwargs")))
     elif any(_writes_inputs(body) for body in bodies(node)):
@@ -179,25 +175,10 @@ def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(dict.fromkeys(arg for arg in found if tensors(arg)))
 
 
-def _written_by_schema(node: fx.Node, schema: torch.FunctionSchema) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        if position < len(node.args) and not argument.kwarg_only:
-            found.extend(_nodes(node.args[position]))
-        else:
-            found.extend(_nodes(node.kwargs.get(argument.name)))
-    return found
-
-
 def _writes_inputs(body: fx.GraphModule) -> bool:
     own = {key for node in body.graph.find_nodes(op="placeholder") for key in storage_keys(node)}
-    return any(
-        own & storage_keys(arg) or arg.op == "placeholder"
-        for node in body.graph.nodes
-        for arg in mutated_inputs(node)
-    )
+    written = [arg for node in body.graph.nodes for arg in mutated_inputs(node)]
+    return any(own & storage_keys(arg) or arg.op == "placeholder" for arg in written)
 
 
 def argument(node: fx.Node, name: str) -> object:
@@ -213,6 +194,11 @@ def argument(node: fx.Node, name: str) -> object:
     return None
 
 
+def argument_tensors(node: fx.Node, name: str) -> list[torch.Tensor]:
+    """The tensors that a node passes for the argument `name`, in lists, too."""
+    return [tensor for arg in _nodes(argument(node, name)) for tensor in tensors(arg)]
+
+
 def is_random(node: fx.Node) -> bool:
     """Tell if a node draws random numbers, so that its order among such nodes matters; attention without dropout doesn't."""
     if hop_name(node) in RANDOM_HOPS:
@@ -223,7 +209,7 @@ def is_random(node: fx.Node) -> bool:
             return False
         dropout = argument(node, "dropout_p")
         return not (isinstance(dropout, (int, float)) and dropout == 0)
-    return any(is_random(inner) for body in bodies(node) for inner in body.graph.nodes)
+    return _any_inside(node, is_random)
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -243,7 +229,7 @@ def is_inductor_random(node: fx.Node) -> bool:
     """Tell if only kernels that Inductor makes compute a node's random numbers."""
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.name in op_tables.INDUCTOR_RANDOM
-    return any(is_inductor_random(inner) for body in bodies(node) for inner in body.graph.nodes)
+    return _any_inside(node, is_inductor_random)
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -254,7 +240,7 @@ def is_collective(node: fx.Node) -> bool:
             target.namespace in op_tables.COLLECTIVE_NAMESPACES
             or target._schema.name in op_tables.WAITING_COLLECTIVES
         )
-    return any(is_collective(inner) for body in bodies(node) for inner in body.graph.nodes)
+    return _any_inside(node, is_collective)
 
 
 def starts_collective(node: fx.Node) -> bool:
@@ -271,9 +257,7 @@ def has_side_effect(node: fx.Node) -> bool:
     """Tell if a node writes to an input, returns nothing or runs host code; random numbers and collectives don't count."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
-    if hop_name(node) in _EFFECT_HOPS or mutated_inputs(node):
-        return True
-    if any(has_side_effect(inner) for body in bodies(node) for inner in body.graph.nodes):
+    if hop_name(node) in _EFFECT_HOPS or mutated_inputs(node) or _any_inside(node, has_side_effect):
         return True
     return node.meta.get("val") is None or node.is_impure(impure_random=False)
 

@@ -1,7 +1,9 @@
-"""The base of passes, and the runner that checks, times, logs and traces each one."""
+"""The base of passes, the runner that checks, times, logs and traces each one, and a graph's text."""
 
 import abc
 import logging
+import re
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import fx
 
-from cgpass.compile.facts.text import graph_text
+from cgpass.compile.facts.partition_tag import get_tag
 from cgpass.errors import PassError
 from cgpass.telemetry import tracing
 
@@ -31,6 +33,7 @@ _KEPT = (
     "custom",
 )
 """Metadata that a new node takes over from the node it stands for."""
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 @dataclass(frozen=True)
@@ -40,20 +43,8 @@ class PassContext:
     device: torch.device
     """The device whose work is captured."""
     stage: str
-    """The stage's name, for messages and dumps."""
+    """The stage's name, for messages and traces."""
     direction: Direction
-    trace_id: Any = None
-    """What torch's trace lists the passes under, where no compilation runs."""
-
-
-@dataclass(frozen=True)
-class PassResult:
-    """The result of a pass, or of a row of them."""
-
-    gm: fx.GraphModule
-    modified: bool
-    notes: tuple[Any, ...] = ()
-    """What the pass has to say to its caller; of what kind is for the pass to define."""
 
 
 @dataclass(frozen=True)
@@ -62,72 +53,81 @@ class Pass(abc.ABC):
 
     name: ClassVar[str]
 
-    def requires(self, gm: fx.GraphModule, ctx: PassContext) -> None:
-        """Raise `PreconditionError` if the pass can't work on `gm`."""
-        del gm, ctx
-
     @abc.abstractmethod
-    def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
-        """Rewrite `gm` in place or return another graph module."""
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> Sequence[Any]:
+        """Rewrite `gm` in place; return what the pass has to say to its caller."""
 
     def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:
         """Raise `PostconditionError` if the pass left a graph that breaks its promise."""
         del gm, ctx
 
 
-def run_passes(passes: Sequence[Pass], gm: fx.GraphModule, ctx: PassContext) -> PassResult:
-    """Run `passes` in order on a graph, which may be rewritten in place.
+def run_passes(passes: Sequence[Pass], gm: fx.GraphModule, ctx: PassContext) -> list[Any]:
+    """Run `passes` in order on a graph, which they rewrite in place; return what they have to say.
 
     Raises:
         PassError: A pass raised or left an invalid graph; the cause is attached.
     """
-    _trace(ctx, 0, "before", gm)
-    modified = False
+    text = _trace(ctx, "0_before", gm)
     notes: list[Any] = []
-    done: list[str] = []
     for position, one in enumerate(passes, 1):
         start = time.perf_counter()
         try:
             with tracing.event(f"{ctx.direction}.{one.name}"):
-                result = _run_one(one, gm, ctx)
+                notes += one.run(gm, ctx)
+                gm.graph.lint()
+                one.ensures(gm, ctx)
         except Exception as error:
-            before = ", ".join(done) or "none"
+            before = ", ".join(done.name for done in passes[: position - 1]) or "none"
             raise PassError(
                 f"pass '{one.name}' failed in stage '{ctx.stage}' ({ctx.direction}): "
                 f"{type(error).__name__}: {error}. Passes that ran before it: {before}."
             ) from error
-        gm = result.gm
-        modified |= result.modified
-        notes.extend(result.notes)
-        done.append(one.name)
-        log.debug(
-            "stage %s (%s): pass %s: %s, %d notes, %.1f ms",
-            ctx.stage,
-            ctx.direction,
-            one.name,
-            "modified" if result.modified else "left alone",
-            len(result.notes),
-            (time.perf_counter() - start) * 1e3,
-        )
-        if result.modified:
-            _trace(ctx, position, one.name, gm)
-    return PassResult(gm, modified, tuple(notes))
+        took_ms = (time.perf_counter() - start) * 1e3
+        log.debug("stage %s (%s): pass %s: %.1f ms", ctx.stage, ctx.direction, one.name, took_ms)
+        text = _trace(ctx, f"{position}_{one.name}", gm, text)
+    gm.recompile()
+    return notes
 
 
-def _run_one(one: Pass, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
-    one.requires(gm, ctx)
-    result = one.run(gm, ctx)
-    result.gm.graph.lint()
-    if result.modified:
-        result.gm.recompile()
-    one.ensures(result.gm, ctx)
-    return result
+def _trace(ctx: PassContext, step: str, gm: fx.GraphModule, before: str = "") -> str:
+    """Add a graph that changed to torch's trace, where that goes to a file; return its text."""
+    text = graph_text(gm) if tracing.is_on() else ""
+    if text != before:
+        tracing.add_text(f"{ctx.stage}_{ctx.direction}_{step}", lambda: text)
+    return text
 
 
-def _trace(ctx: PassContext, position: int, name: str, gm: fx.GraphModule) -> None:
-    """Add a graph to torch's trace, where that goes to a file."""
-    title = f"{ctx.stage}_{ctx.direction}_{position}_{name}"
-    tracing.add_text(title, lambda: graph_text(gm), ctx.trace_id)
+def graph_text(gm: fx.GraphModule) -> str:
+    """Return a graph as text that is the same in every run: nodes with their values and partitions, nested graphs."""
+    lines = [_ADDRESS.sub("", _line(node)) for node in gm.graph.nodes]
+    for name, body in gm.named_children():
+        if isinstance(body, fx.GraphModule):
+            lines += [f"{name}:", textwrap.indent(graph_text(body), "    ")]
+    return "\n".join(lines)
+
+
+def _line(node: fx.Node) -> str:
+    if node.op == "output":
+        return f"return {node.args[0]}"
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    call = f"{node.op}({name})" if node.op == "get_attr" else node.op
+    if node.op.startswith("call"):
+        given = [*map(str, node.args), *(f"{key}={value}" for key, value in node.kwargs.items())]
+        named = node.target if isinstance(node.target, torch._ops.OpOverload) else name
+        call = f"{named}({', '.join(given)})"
+    tag = get_tag(node)
+    value = _value_text(node.meta.get("val"))
+    return f"{node.name}: {value} = {call}" + (f"  # {tag}" if tag else "")
+
+
+def _value_text(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{dtype}[{', '.join(map(str, value.shape))}]@{value.device.type}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_value_text, value))})"
+    return str(value) if isinstance(value, int | float | torch.SymInt) else type(value).__name__
 
 
 def inherit_meta(new: fx.Node, old: fx.Node, value: object) -> None:

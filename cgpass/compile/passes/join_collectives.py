@@ -18,8 +18,8 @@ from torch import fx
 
 from cgpass import torch_private
 from cgpass.compile.facts import values
-from cgpass.compile.facts.partition_tag import PartitionTag, get_tag, set_tag
-from cgpass.compile.passes.base import Pass, PassContext, PassResult, inherit_meta
+from cgpass.compile.facts.partition_tag import KEY, PartitionTag, get_tag, set_tag
+from cgpass.compile.passes.base import Pass, PassContext, inherit_meta
 from cgpass.errors import PostconditionError
 
 
@@ -32,9 +32,8 @@ class JoinCollectives(Pass):
 
     name: ClassVar[str] = "join_collectives"
 
-    def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
-        """Add waits to `gm`, in place."""
-        del ctx
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> tuple[()]:
+        """Add waits to `gm`."""
         for node in _collectives(gm):
             _name_all_results(node)
         unjoined = list(_unjoined(gm))
@@ -49,7 +48,7 @@ class JoinCollectives(Pass):
             for user in outside:
                 user.replace_input_with(result, wait)
             last[tag] = wait
-        return PassResult(gm, bool(unjoined))
+        return ()
 
     def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:
         """Nothing that is started is left to others."""
@@ -67,8 +66,7 @@ def _collectives(gm: fx.GraphModule) -> list[fx.Node]:
 def _unjoined(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, PartitionTag]]:
     """Results of collectives that their own partition does not wait for."""
     for node in _collectives(gm):
-        tag = get_tag(node)
-        assert tag is not None
+        tag = node.meta[KEY]
         for result in _results(node):
             if not any(get_tag(wait) == tag for wait in _waits(result)):
                 yield result, tag
@@ -94,7 +92,7 @@ def _name_all_results(node: fx.Node) -> None:
         with node.graph.inserting_after(node):
             result = node.graph.call_function(operator.getitem, (node, position))
         inherit_meta(result, node, node.meta["val"][position])
-        set_tag(result, get_tag(node))
+        set_tag(result, node.meta[KEY])
 
 
 def _waits(result: fx.Node) -> Iterable[fx.Node]:

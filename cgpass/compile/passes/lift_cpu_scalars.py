@@ -14,7 +14,7 @@ from torch import fx
 from cgpass import torch_private
 from cgpass.compile.facts import values
 from cgpass.compile.facts.capturability import LIFTED, why_not_capturable
-from cgpass.compile.passes.base import Pass, PassContext, PassResult, inherit_meta
+from cgpass.compile.passes.base import Pass, PassContext, inherit_meta
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -77,7 +77,7 @@ class LiftCpuScalars(Pass):
       computed on the device, by operators that give the same bits there.
     - A scalar that is computed otherwise is copied to the device after the node that computes it.
       This copy is the one boundary that is left.
-    - A constant of the graph is moved to the device now and costs nothing at run time.
+    - A constant of the graph is moved to the device now.
     - A tensor of one number (`full`, `scalar_tensor`, `zeros`) is made on the device.
 
     Other copies from the CPU stay where they are. A scalar that the graph writes to before its last
@@ -97,14 +97,16 @@ class LiftCpuScalars(Pass):
     aten_kernels: bool = False
     """Set if aten's kernels run captured partitions, not Inductor's, which read scalars alike wherever they lie."""
 
-    def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
-        """Rewrite `gm` in place."""
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> tuple[()]:
+        """Rewrite `gm`."""
+        if ctx.device.type == "cpu":
+            return ()
         lift = _Lift(gm, ctx.device, self)
         changed = [lift.scalar(source, readers) for source, readers in lift.scalars().items()]
         changed += [lift.copy(node) for node in lift.copies()]
         if any(changed):
             gm.graph.eliminate_dead_code()
-        return PassResult(gm, any(changed))
+        return ()
 
 
 class _Lift:
@@ -126,27 +128,24 @@ class _Lift:
     def scalars(self) -> dict[fx.Node, list[fx.Node]]:
         """The CPU scalars that are all that keeps a node from being captured; their readers."""
         found: dict[fx.Node, list[fx.Node]] = {}
-        if self._device.type == "cpu":
-            return found
         for node in self._graph.nodes:
-            scalars = [arg for arg in node.all_input_nodes if _is_cpu_tensor(arg)]
-            if scalars and node.op == "call_function":
-                reason = why_not_capturable(node, self._device)
-                if reason is not None and reason.code == "cpu_scalar":
-                    for arg in scalars:
-                        found.setdefault(arg, []).append(node)
+            scalars = list(filter(_is_cpu_tensor, node.all_input_nodes))
+            reason = why_not_capturable(node, self._device) if scalars else None
+            if reason is not None and reason.code == "cpu_scalar":
+                for arg in scalars:
+                    found.setdefault(arg, []).append(node)
         return found
 
     def copies(self) -> list[fx.Node]:
-        """The nodes that do nothing but copy a CPU tensor to the device."""
+        """The nodes that copy a CPU tensor to the device."""
         return [
             node
             for target in (aten._to_copy.default, prims.device_put.default)
             for node in self._graph.find_nodes(op="call_function", target=target)
             if node.all_input_nodes  # not of a number
             and _is_cpu_tensor(node.all_input_nodes[0])
-            and all(t.device.type == self._device.type != "cpu" for t in values.tensors(node))
-            and not node.meta.get(LIFTED)
+            and all(t.device.type == self._device.type for t in values.tensors(node))
+            and LIFTED not in node.meta
         ]
 
     def scalar(self, source: fx.Node, readers: list[fx.Node]) -> bool:
@@ -164,28 +163,14 @@ class _Lift:
     def copy(self, node: fx.Node) -> bool:
         """Make what `node` copies on the device; false if it has to be copied every call."""
         source = node.all_input_nodes[0]
-        if not _changes_only_device_and_dtype(node):
+        known = self._is_argument(source) or self._is_made_once(source)
+        if not known or self._order[node] > self._first_write(source):
             return False
-        wanted, had = node.meta["val"], source.meta["val"]
-        constant = self._constant(source)
-        if constant is not None:
-            with torch_private.no_fake_mode():
-                converted = constant.to(wanted.dtype)
-            lifted = self._moved(converted, node, wanted)
-            if self._escapes(node):
-                lifted.meta["val"] = _like(wanted, device=self._device)
-                lifted = self._call(aten.clone.default, lifted, before=node, of=node, value=wanted)
-        elif _is_filled(source):
-            lifted = self._filled(source, _like(had, device=self._device), node)
-            if wanted.dtype != had.dtype:
-                node.replace_input_with(source, lifted)
-                return True
-        elif self._is_argument(source) and self._order[node] < self._first_write(source):
-            node.replace_input_with(source, self._lift(source, node))
-            return True
-        else:
-            return False
-        node.replace_all_uses_with(lifted)
+        lifted = self._lift(source, node)
+        node.replace_input_with(source, lifted)
+        if node.target is prims.device_put.default:
+            # Between one device Inductor makes nothing of it, and the caller would get the constant itself.
+            node.target, node.args, node.kwargs = aten.clone.default, (lifted,), {}
         return True
 
     def _lift(self, source: fx.Node, reader: fx.Node) -> fx.Node:
@@ -197,7 +182,11 @@ class _Lift:
         if constant is not None:
             lifted = self._moved(constant, source, value)
         elif _is_filled(source):
-            lifted = self._filled(source, value, source)
+            size, number = list(value.shape), _FILLED[source.target](source)
+            like = {"dtype": value.dtype, "layout": torch.strided, "device": self._device}
+            lifted = self._call(
+                aten.full.default, size, number, before=source, of=source, value=value, **like
+            )
         elif source.op != "placeholder" and self._is_argument(source):
             args = {arg: self._lift(arg, source) for arg in source.all_input_nodes}
             with self._graph.inserting_after(source):
@@ -212,15 +201,16 @@ class _Lift:
         """Tell if a CPU scalar is an input as it was when the call began, or is computed from such alone."""
         if not _is_cpu_tensor(node) or node.meta["val"].dim():
             return False
-        if node.op == "placeholder" or self._constant(node) is not None or _is_filled(node):
+        if node.op == "placeholder" or self._is_made_once(node):
             return True
-        if node.op != "call_function" or not node.all_input_nodes:
-            return False
-        same = node.target in _EXACT
-        return (same or (not self._settings.aten_kernels and _is_pointwise(node))) and all(
+        same = node.target in _EXACT or (not self._settings.aten_kernels and _is_pointwise(node))
+        return same and all(
             self._order[node] < self._first_write(arg) and self._is_argument(arg)
             for arg in node.all_input_nodes
         )
+
+    def _is_made_once(self, node: fx.Node) -> bool:
+        return self._constant(node) is not None or _is_filled(node)
 
     def _keep_bits(self, reader: fx.Node, scalar: fx.Node) -> None:
         """Have an operator compute as with a scalar on the host. See Note [Scalars in aten's kernels]."""
@@ -231,10 +221,8 @@ class _Lift:
         assert isinstance(first, fx.Node)
         assert isinstance(second, fx.Node)
         value = reader.meta["val"]
-        common = torch.result_type(first.meta["val"], second.meta["val"])
-        common = value.dtype if divides else common
-        wide = _WIDE.get(common, common)
-        if wide == common and not divides:
+        wide = _WIDE.get(value.dtype, value.dtype)
+        if wide == value.dtype and not divides:
             return
         first, second = self._cast(first, wide, reader), self._cast(second, wide, reader)
         if divides:
@@ -244,20 +232,17 @@ class _Lift:
                 aten.reciprocal.default, second, before=reader, of=reader, value=inverse
             )
         reader.args = (first, second, *reader.args[2:])
-        if value.dtype == common != wide:
-            reader.meta["val"] = _like(value, dtype=wide)
-            narrow = self._call(
-                aten._to_copy.default, reader, before=reader.next, of=reader, value=value
-            )
-            reader.replace_all_uses_with(narrow)
-            narrow.args, narrow.kwargs = (reader,), {"dtype": common}
+        reader.meta["val"] = _like(value, dtype=wide)
+        if wide != value.dtype:
+            narrow = self._cast(reader, value.dtype, reader.next)
+            reader.replace_all_uses_with(narrow, lambda user: user is not narrow)
 
-    def _cast(self, node: fx.Node, dtype: torch.dtype, reader: fx.Node) -> fx.Node:
+    def _cast(self, node: fx.Node, dtype: torch.dtype, before: fx.Node) -> fx.Node:
         if node.meta["val"].dtype == dtype:
             return node
         value = _like(node.meta["val"], dtype=dtype)
         return self._call(
-            aten._to_copy.default, node, before=reader, of=node, value=value, dtype=dtype
+            aten._to_copy.default, node, before=before, of=node, value=value, dtype=dtype
         )
 
     def _first_write(self, source: fx.Node) -> float:
@@ -266,12 +251,6 @@ class _Lift:
         return min(
             (self._written.get(k, never) for k in values.storage_keys(source)), default=never
         )
-
-    def _escapes(self, node: fx.Node) -> bool:
-        """Tell if the caller, or a node that writes, gets hold of a node's memory."""
-        memory = values.storage_keys(node)
-        handed_out = (values.storage_keys(n) for n in self._graph.output_node().all_input_nodes)
-        return any(memory & keys for keys in handed_out) or self._first_write(node) < float("inf")
 
     def _constant(self, source: fx.Node) -> torch.Tensor | None:
         """The values of a constant of the graph, None if `source` is none or has no values."""
@@ -293,20 +272,6 @@ class _Lift:
             node = self._graph.get_attr(name)
         inherit_meta(node, stands_for, value)
         return node
-
-    def _filled(self, source: fx.Node, value: torch.Tensor, before: fx.Node) -> fx.Node:
-        return self._call(
-            aten.full.default,
-            list(value.shape),
-            _FILLED[source.target](source),
-            before=before,
-            of=source,
-            value=value,
-            dtype=value.dtype,
-            layout=torch.strided,
-            device=self._device,
-            pin_memory=False,
-        )
 
     def _copied(self, source: fx.Node, reader: fx.Node, value: torch.Tensor) -> fx.Node:
         is_input = source.op == "placeholder"
@@ -361,8 +326,3 @@ def _is_filled(node: fx.Node) -> bool:
 def _like(value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     with torch_private.mode_of(value):
         return torch.empty_like(value, **kwargs)
-
-
-def _changes_only_device_and_dtype(node: fx.Node) -> bool:
-    kept = {"memory_format": (None, torch.preserve_format), "layout": (None, torch.strided)}
-    return all(node.kwargs.get(key) in allowed for key, allowed in kept.items())

@@ -3,8 +3,6 @@
 import itertools
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import ClassVar
 
 import sympy
 import torch
@@ -12,40 +10,19 @@ from torch import fx
 
 from cgpass import torch_private
 from cgpass.compile.facts import values
-from cgpass.compile.facts.capturability import is_argument, is_passive
+from cgpass.compile.facts.capturability import is_argument
 from cgpass.compile.facts.partition_tag import KEY, PartitionTag, get_tag, set_tag
-from cgpass.compile.passes.base import Pass, PassContext, PassResult
-from cgpass.errors import PreconditionError
 
 
-@dataclass(frozen=True)
-class Outline(Pass):
-    """Leave only calls of submodules `captured_<i>` and `eager_<i>`, one per partition.
+def outline(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a module that only calls submodules `captured_<i>` and `eager_<i>`, one for each partition of a tagged graph.
 
     Each returns a tuple, takes its inputs in the order of their first use and after them every
     backed symbol that its values mention and that is not among them. Attributes and host scalars
     are copied into each submodule that uses them; CPU scalars on the device are made first of all.
     Names and meta of nodes stay.
     """
-
-    name: ClassVar[str] = "outline"
-
-    def requires(self, gm: fx.GraphModule, ctx: PassContext) -> None:
-        """Every operator has a tag."""
-        for node in gm.graph.nodes:
-            if not is_passive(node) and get_tag(node) is None:
-                raise PreconditionError(
-                    f"node '{node.name}' ({node.target}) belongs to no partition: run the "
-                    "partition pass first"
-                )
-
-    def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
-        """Return a new module; `gm` stays as it is."""
-        partitions: dict[PartitionTag, list[fx.Node]] = {}
-        for node in gm.graph.nodes:
-            if (tag := get_tag(node)) is not None:
-                partitions.setdefault(tag, []).append(node)
-        return PassResult(_Outliner(gm, partitions).run(), modified=True)
+    return _Outliner(gm).run()
 
 
 def _written_input(node: fx.Node) -> fx.Node | None:
@@ -68,11 +45,12 @@ def _resolve(node: fx.Node) -> fx.Node:
 class _Outliner:
     """Builds the outer graph, partition by partition."""
 
-    def __init__(
-        self, gm: fx.GraphModule, partitions: Mapping[PartitionTag, list[fx.Node]]
-    ) -> None:
+    def __init__(self, gm: fx.GraphModule) -> None:
         self._gm = gm
-        self._partitions = partitions
+        self._partitions: dict[PartitionTag, list[fx.Node]] = {}
+        for node in gm.graph.nodes:
+            if (tag := get_tag(node)) is not None:
+                self._partitions.setdefault(tag, []).append(node)
         self._graph = fx.Graph()
         self._outer: dict[fx.Node, fx.Node] = {}
         self._modules: dict[str, object] = {}

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from cgpass.compile.facts import values
-from cgpass.compile.passes.base import Pass, PassContext, PassResult, inherit_meta
+from cgpass.compile.passes.base import Pass, PassContext, inherit_meta
 from cgpass.errors import PostconditionError
 
 
@@ -24,30 +24,28 @@ class OwnGradients(Pass):
 
     name: ClassVar[str] = "own_gradients"
 
-    def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
-        """Add clones to the end of `gm`, in place, if it is a backward graph."""
-        shared = _shared(gm) if ctx.direction == "backward" else []
-        if not shared:
-            return PassResult(gm, modified=False)
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> tuple[()]:
+        """Add clones to the end of `gm` if it is a backward graph."""
         output, results = gm.graph.output_node(), list(values.graph_outputs(gm))
-        for position in shared:
+        for position in _shared(gm, ctx):
             node = results[position]
             with gm.graph.inserting_before(output):
                 clone = gm.graph.call_function(torch.ops.aten.clone.default, (node,))
             inherit_meta(clone, node, node.meta["val"].clone())
             results[position] = clone
         output.args = (tuple(results),)
-        return PassResult(gm, modified=True)
+        return ()
 
     def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:
         """No gradient shares memory with what comes in or with another one."""
-        left = _shared(gm) if ctx.direction == "backward" else []
-        if left:
+        if left := _shared(gm, ctx):
             raise PostconditionError(f"gradients share memory: {', '.join(map(str, left))}")
 
 
-def _shared(gm: fx.GraphModule) -> list[int]:
-    """Positions of the gradients that share memory with what comes in or with one before them."""
+def _shared(gm: fx.GraphModule, ctx: PassContext) -> list[int]:
+    """Positions of a backward's gradients that share memory with what comes in or with one before them."""
+    if ctx.direction != "backward":
+        return []
     taken: set[int] = set()
     for node in gm.graph.find_nodes(op="placeholder"):
         taken |= values.storage_keys(node)

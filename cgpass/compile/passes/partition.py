@@ -3,8 +3,8 @@
 Note [Fewest switches]
     Without a memory limit the maximal drain is optimal for a given starting colour: run every ready node of the current
     colour, switch, repeat. Whatever another order with the same starting colour has run after k switches, the drain has
-    run too. So the better of both starting colours has the fewest switches any order can have, and a drain that meets
-    the limit is as good as any. If none does, a drain that runs only what fits is the answer, or the original order.
+    run too. So the better of both starting colours has the fewest switches any order can have. A drain that runs only
+    what fits into the limit is the same one where all fits; where it gets stuck, the original order is the answer.
 """
 
 import bisect
@@ -21,7 +21,7 @@ from cgpass.compile.facts import values
 from cgpass.compile.facts.capturability import is_passive, why_not_capturable
 from cgpass.compile.facts.lines import user_line
 from cgpass.compile.facts.partition_tag import PartitionTag, get_tag, set_tag
-from cgpass.compile.passes.base import Pass, PassContext, PassResult
+from cgpass.compile.passes.base import Pass, PassContext
 from cgpass.errors import PostconditionError
 from cgpass.telemetry.reason import OTHER_FIXES, Reason, many
 
@@ -45,7 +45,7 @@ class Partition(Pass):
     collectives: bool = True
     """True if collectives may be captured."""
 
-    def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> list[Reason]:
         """Tag `gm`'s nodes, in an order with few boundaries."""
         groups = _groups(gm)
         reasons = [
@@ -57,7 +57,8 @@ class Partition(Pass):
             )
             for group in groups
         ]
-        groups, reasons = _with_views(gm, groups, reasons)
+        if any(reasons):
+            groups, reasons = _with_views(gm, groups, reasons)
         captured = tuple(reason is None for reason in reasons)
         # A graph that is one partition is no splinter: it is captured if it does any work.
         minimum = 1 if all(captured) else self.min_partition_ops
@@ -66,8 +67,7 @@ class Partition(Pass):
             order = find_order(_problem(gm, groups, captured), self.max_memory_increase)
         segments = _cut(groups, reasons, order, minimum)
         _apply(gm, groups, segments)
-        notes = [reason for segment in segments for _, reason in segment if reason is not None]
-        return PassResult(gm, True, tuple(notes))
+        return [reason for segment in segments for _, reason in segment if reason is not None]
 
     def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:
         """Partitions are contiguous, numbered in order and alternate."""
@@ -108,39 +108,32 @@ def _with_views(
     In a captured partition they would be outputs that need no kernel, but an input that is copied in.
     """
     eager = {at for at, reason in enumerate(reasons) if reason is not None}
-    if not eager:
-        return list(groups), list(reasons)
     home = {node: at for at, group in enumerate(groups) for node in group}
     views: set[int] = set()  # that no captured operator reads
     for at, group in reversed(list(enumerate(groups))):
         readers = {home.get(user) for node in group for user in node.users}
         if at not in eager and not _launches(group[0]) and readers <= {None, at, *eager, *views}:
             views.add(at)
-    sources = _Inputs(gm)
+    inputs_of = _inputs(gm)
     owner = {at: at for at in eager}
     merged: dict[int, list[fx.Node]] = {}
     for at, group in enumerate(groups):
-        bases = {home[arg] for arg in sources.of(group[0]) if arg in home}
+        bases = {home[arg] for arg in inputs_of[group[0]] if arg in home}
         if at in views and len(bases) == 1 and (base := bases.pop()) in owner:
             owner[at] = owner[base]
         merged.setdefault(owner.get(at, at), []).extend(group)
     return [tuple(group) for group in merged.values()], [reasons[at] for at in merged]
 
 
-class _Inputs:
-    """Inputs of nodes, where a host scalar stands for the inputs it is made of."""
-
-    def __init__(self, gm: fx.GraphModule) -> None:
-        self._behind: dict[fx.Node, tuple[fx.Node, ...]] = {}
-        for node in gm.graph.nodes:
-            if values.is_host_scalar(node):
-                self._behind[node] = self.of(node)
-
-    def of(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        found: dict[fx.Node, None] = {}
-        for arg in node.all_input_nodes:
-            found.update(dict.fromkeys(self._behind.get(arg, (arg,))))
-        return tuple(found)
+def _inputs(gm: fx.GraphModule) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """Inputs of each node, where a host scalar stands for the inputs it is made of."""
+    found: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    for node in gm.graph.nodes:
+        behind = (
+            found[arg] if values.is_host_scalar(arg) else (arg,) for arg in node.all_input_nodes
+        )
+        found[node] = tuple(dict.fromkeys(itertools.chain.from_iterable(behind)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -170,9 +163,9 @@ def _problem(
     predecessors: list[dict[int, None]] = []
     reads: list[dict[int, None]] = []
     chains = _Chains()
-    sources = _Inputs(gm)
+    inputs_of = _inputs(gm)
     for at, group in enumerate(groups):
-        inputs = sources.of(group[0])
+        inputs = inputs_of[group[0]]
         before = {home[arg]: None for arg in inputs if arg in home}
         before.update(dict.fromkeys(chains.add(at, group[0], inputs)))
         predecessors.append(before)
@@ -182,7 +175,7 @@ def _problem(
             for key in values.storage_keys(node):
                 owner.setdefault(key, at)
     returned = itertools.chain.from_iterable(
-        values.storage_keys(arg) for arg in sources.of(gm.graph.output_node())
+        values.storage_keys(arg) for arg in inputs_of[gm.graph.output_node()]
     )
     return OrderingProblem(
         captured=captured,
@@ -311,12 +304,8 @@ def find_order(problem: OrderingProblem, max_memory_increase: float = 0.05) -> t
     """
     original = tuple(range(len(problem)))
     limit = math.floor(peak_bytes(problem, original) * (1 + max_memory_increase))
-    orders = [original]
-    for start, most in itertools.product((True, False), (math.inf, limit)):
-        order = _drain(problem, start, most)
-        if order is not None and peak_bytes(problem, order) <= limit:
-            orders.append(order)
-    return min(orders, key=lambda order: count_switches(problem, order))
+    drains = (_drain(problem, start, limit) for start in (True, False))
+    return min([original, *filter(None, drains)], key=lambda order: count_switches(problem, order))
 
 
 def count_switches(problem: OrderingProblem, order: Sequence[int]) -> int:

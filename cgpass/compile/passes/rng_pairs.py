@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from cgpass import torch_private
 from cgpass.compile.facts import values
 from cgpass.compile.facts.lines import user_line
-from cgpass.compile.passes.base import Pass, PassContext, PassResult
+from cgpass.compile.passes.base import Pass, PassContext
 from cgpass.errors import CheckpointError
 
 PAIR = "cgpass_rng_pair"
@@ -57,12 +57,12 @@ def split_joint(
     random = [node for node in joint.graph.nodes if values.is_random(node)]
     unmarked = torch_private.recomputes_unmarked(joint)
     traced_again = torch_private.uses_compiled_autograd()
-    saved = []
+    saved = set()
     for node in random:
         again = unmarked or node.meta.get("recompute") in _RECOMPUTED
         has_no_pair = traced_again or (compiler == "inductor" and _is_on_cpu(node))
         if (again and has_no_pair) or (_draws(node) and (nested or _needs_saving(node))):
-            saved.append(node)
+            saved.add(node.name)
             _save(node)
     fw, bw = torch_private.min_cut_partition(
         joint,
@@ -72,7 +72,7 @@ def split_joint(
         random=random,
         **settings,
     )
-    _require_drawn_once(fw, bw, {node.name for node in saved})
+    _require_drawn_once(fw, bw, saved)
     pair_random_ops(fw, bw, num_fwd_outputs)
     return fw, bw
 
@@ -109,15 +109,13 @@ def pair_random_ops(fw: fx.GraphModule, bw: fx.GraphModule, num_fwd_outputs: int
     then tangents.
     """
     again = {node.name: node for node in bw.graph.nodes if _can_pair(node)}
-    pairs = [(node, again[node.name]) for node in fw.graph.nodes if node.name in again]
-    pairs = [(node, other) for node, other in pairs if _can_pair(node)]
-    for number, nodes in enumerate(pairs):
-        for node in nodes:
-            node.meta[PAIR] = number
-    if pairs:
-        devices = tuple(values.tensors(node)[0].device for node, _ in pairs)
+    drawn = [node for node in fw.graph.nodes if node.name in again and _can_pair(node)]
+    for number, node in enumerate(drawn):
+        node.meta[PAIR] = again[node.name].meta[PAIR] = number
+    if drawn:
+        devices = tuple(values.tensors(node)[0].device for node in drawn)
         _save_positions(fw, bw, num_fwd_outputs, devices)
-    return len(pairs)
+    return len(drawn)
 
 
 def _draws(node: fx.Node) -> bool:
@@ -150,15 +148,13 @@ def _save_positions(
     while place < len(outputs) and _is_tensor(outputs[place]):
         place += 1
     output = fw.graph.output_node()
-    like = next(node for node in fw.graph.nodes if values.tensors(node))
-    with torch_private.mode_of(values.tensors(like)[0]):
-        value = torch.empty((len(devices), 2), dtype=torch.int64, device="cpu")
+    made = (len(devices), 2)
+    like = next(tensor for node in fw.graph.nodes for tensor in values.tensors(node))
+    with torch_private.mode_of(like):
+        value = torch.empty(made, dtype=torch.int64, device="cpu")
     with fw.graph.inserting_before(output):
-        saved = fw.graph.call_function(
-            torch.ops.aten.empty.memory_format,
-            ((len(devices), 2),),
-            {"dtype": torch.int64, "device": torch.device("cpu")},
-        )
+        kwargs: dict[str, Any] = {"dtype": torch.int64, "device": torch.device("cpu")}
+        saved = fw.graph.call_function(torch.ops.aten.empty.memory_format, (made,), kwargs)
     saved.name = "rng_positions"
     saved.meta = {"val": value, POSITIONS: devices, "saved_tensor_with_no_vc_check": True}
     outputs.insert(place, saved)
@@ -198,12 +194,11 @@ class FunctionalizeRng(Pass):
 
     name: ClassVar[str] = "functionalize_rng"
 
-    def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
-        """See `Pass.run`; the notes are one `RngPairs`, or none where no operator has a pair."""
-        marks = [n for n in gm.graph.nodes if POSITIONS in n.meta]
-        if not marks:
-            return PassResult(gm, False)
-        (mark,) = marks
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> list[RngPairs]:
+        """Return one `RngPairs`, or none where no operator has a pair."""
+        mark = next((n for n in gm.graph.nodes if POSITIONS in n.meta), None)
+        if mark is None:
+            return []
         positions_at = _take_out(gm, mark)
         devices = mark.meta[POSITIONS]
         prefix = "bwd" if ctx.direction == "backward" else "fwd"
@@ -219,7 +214,7 @@ class FunctionalizeRng(Pass):
             states.append(last)
         for node in [n for n in gm.graph.nodes if PAIR in n.meta]:
             _rewrite(gm, node, states[node.meta[PAIR]])
-        return PassResult(gm, True, (RngPairs(devices, positions_at),))
+        return [RngPairs(devices, positions_at)]
 
 
 def _take_out(gm: fx.GraphModule, mark: fx.Node) -> int:

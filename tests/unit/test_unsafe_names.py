@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from cgpass.compile.facts.ancestry import names_behind
+from cgpass.compile.facts.capturability import names_behind
 from tests.unit.test_capturability import by_hand
 
 aten = torch.ops.aten

@@ -1,15 +1,13 @@
-"""Write the tables of documents that are made from the code.
+"""Tables of documents that are made from the code.
 
 Options in docs/options.md, from the fields of `cgpass.Options`; what to do about each reason and what each counter counts
 in docs/explain.md, between the markers in these files.
 """
 
-import argparse
 import ast
 import dataclasses
 import inspect
 import itertools
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from cgpass.options import Options
 from cgpass.telemetry import CallStats, CompileStats
 from cgpass.telemetry.reason import OTHER_FIXES
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def docstrings(cls: type) -> dict[str, str]:
@@ -83,20 +81,9 @@ def with_table(text: str, name: str, table: str) -> str:
     return head + begin + table + end + tail
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing, fail instead")
-    check, status = parser.parse_args(arguments).check, 0
+def texts() -> dict[Path, str]:
+    """Return what the documents have to be."""
+    found: dict[Path, str] = {}
     for name, (path, table) in TABLES.items():
-        text = path.read_text()
-        new = with_table(text, name, table())
-        if not check:
-            path.write_text(new)
-        elif text != new:
-            print(f"{path.name} is out of step: run scripts/doc_tables.py", file=sys.stderr)
-            status = 1
-    return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        found[path] = with_table(found.get(path) or path.read_text(), name, table())
+    return found

@@ -1,8 +1,8 @@
 """Gradients of leaves are added as autograd adds them: hooks, types, threads, named inputs."""
 
 import copy
+import functools
 import sys
-import threading
 import time
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.usage.programs import MLP
+from tests.usage.programs import MLP, in_threads
 
 
 def made(way):
@@ -104,11 +104,7 @@ def test_one_thread_adds_to_a_parameter_at_a_time(way):
         with torch.autograd.set_multithreading_enabled(False), SlowAdditions(weight.grad, seen):
             loss.backward()
 
-    threads = [threading.Thread(target=go_back, args=(loss,)) for loss in losses]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(functools.partial(go_back, loss) for loss in losses))
     assert seen == ["begins", "ends"] * 2
 
 
@@ -135,11 +131,7 @@ def test_threads_that_add_to_one_parameter_lose_nothing(way, other):
         go_back(fn)
     for _ in range(4):
         shared.grad = torch.zeros_like(shared)
-        threads = [threading.Thread(target=go_back, args=(fn,)) for fn in fns]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*(functools.partial(go_back, fn) for fn in fns))
         assert bool((shared.grad == 16).all())
 
 
@@ -159,30 +151,13 @@ def test_threads_that_make_a_parameters_node_at_once_go_on(way):
     for _ in range(3):
         call(x).backward()
     shared.grad = torch.zeros_like(shared)
-    threads = [threading.Thread(target=go_back, args=(each,)) for each in (fn, call)]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*(functools.partial(go_back, each) for each in (fn, call)))
     finally:
         sys.setswitchinterval(interval)
     assert bool((shared.grad == 1000).all())
-
-
-def test_backwards_into_named_inputs_leave_parameters_alone(way):
-    session, plain, module, call = made(way)
-    x = session.randn(4, 8).requires_grad_()
-    y = x.detach().clone().requires_grad_()
-    plain(x).square().sum().backward(inputs=[x])
-    call(y).square().sum().backward(inputs=[y])
-    torch.testing.assert_close(x.grad, y.grad)
-    assert all(p.grad is None for p in module.parameters())
-    (grad,) = torch.autograd.grad(call(y).square().sum(), y)
-    torch.testing.assert_close(grad, y.grad)
-    assert all(p.grad is None for p in module.parameters())
 
 
 def test_parameters_that_are_frozen_before_the_backward(way):

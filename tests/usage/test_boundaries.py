@@ -1,8 +1,9 @@
-"""Operators with registered side effects run between graphs, and so do the tokens that order them."""
+"""Operators with registered side effects run between graphs, and so do those that `unsafe_ops` names."""
 
 import pytest
 import torch
 from torch._library.effects import EffectType
+from torch.nn import functional as F
 
 from cgpass import telemetry
 
@@ -87,3 +88,58 @@ def test_effects_in_a_forward_with_parameters(way, check):
     counters = way.compare(program, static_input_check=check)
     assert counters["warmups"] == counters["partitions_captured"]
     assert counters["replays"] == counters["calls"] - counters["warmups"] > 0
+
+
+# ---- operators named in unsafe_ops, also where torch puts other ones in their place
+
+
+LIB = torch.library.Library("unsafe_ops_tests", "FRAGMENT")
+LIB.define("composite(Tensor x) -> Tensor")
+LIB.impl("composite", lambda x: (x * 2).sin(), "CompositeImplicitAutograd")
+ops = torch.ops.unsafe_ops_tests
+
+CALLS = {
+    "aten::gelu": F.gelu,
+    "aten::layer_norm": lambda x: F.layer_norm(x, (8,)),
+    "aten::native_layer_norm": lambda x: F.layer_norm(x, (8,)),
+    "aten::softmax": lambda x: x.softmax(-1),
+    "aten::linear": lambda x: F.linear(x, x),
+    "aten::matmul": lambda x: x @ x.T,
+    "aten::dropout": F.dropout,
+    "aten::add_": lambda x: x.sin().add_(1),
+    "aten::scaled_dot_product_attention": lambda x: F.scaled_dot_product_attention(
+        *(x.view(1, 8, 8),) * 3
+    ),
+    "unsafe_ops_tests::composite": ops.composite,
+    "unsafe_ops_tests::composite.default": ops.composite.default,
+}
+
+
+def before_and_after(op):
+    """A training step of `op` between operators that are captured."""
+
+    def program(session):
+        def fn(x):
+            return (op((x.sin() + 1).cos()) + 1).exp().tanh()
+
+        call = session.compile(fn)
+        results = []
+        for x in session.batches(8, 8, count=4):
+            x.requires_grad_()
+            call(x).sum().backward()
+            results += [x.grad, call(x.detach())]
+        return results
+
+    return program
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_named_operator_is_traced_as_runs_between_graphs(way, name):
+    before = telemetry.counters()["graphs"]
+    way.compare(before_and_after(CALLS[name]), unsafe_ops=(name,), min_partition_ops=1)
+    graphs = [g for g in telemetry.graphs(before) if g.partitions and g.direction != "backward"]
+    assert graphs
+    for graph in graphs:
+        eager = [p for p in graph.partitions if not p.captured]
+        assert eager, str(graph)
+        assert all(name in str(reason) for p in eager for reason in p.reasons), str(graph)

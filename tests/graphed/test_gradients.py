@@ -1,0 +1,196 @@
+"""Gradients: when hooks of leaves run, where gradients lie, and what was changed in place before the backward."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import cgpass
+from tests.graphed.steps import net, same, same_grads, twins
+from tests.unit.leaves import visits
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_hooks_of_parameters_run_once_in_each_backward(setting, before):
+    module, plain = twins(setting, net())
+    calls = []
+
+    def register():
+        for m in (module, plain):
+            for p in m.parameters():
+                p.register_hook(lambda grad, m=m: calls.append(m) or 2 * grad)
+
+    if before:
+        register()
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    assert not calls
+    if not before:
+        register()
+    x = setting.randn(4, 8)
+    for fn in (graphed, plain):
+        for _ in range(2):
+            fn(x).square().sum().backward()
+    same_grads(module, plain)
+    assert calls.count(module) == calls.count(plain) == 8
+
+
+def test_gradients_of_parameters_are_added_without_a_task_each(setting):
+    module, plain = twins(setting, net())
+    sample = setting.randn(4, 8, grad=True)
+    graphed = setting.graphed(module, (sample,))
+    for _ in range(3):
+        x = setting.randn(4, 8, grad=True)
+        visited = visits(graphed(x).square().sum().backward)
+        assert visited == 1  # of x, a leaf, too
+        plain(x).square().sum().backward()
+        same_grads(module, plain)
+
+
+def test_leaves_whose_gradients_are_views_of_each_other_accumulate_apart(setting):
+    leaves = [torch.nn.Parameter(setting.randn(*size)) for size in ((2, 4), (4, 2))]
+    module, (a, w) = torch.nn.ParameterList(leaves), leaves
+
+    def fn(x):
+        return ((x + module[0]).view(4, 2) + module[1]) * 2
+
+    x = setting.randn(2, 4, grad=True)
+    graphed = setting.graphed(fn, (x,), modules=(module,))
+    incoming = torch.ones(4, 2, device=setting.device)
+    for _ in range(3):
+        graphed(x).backward(incoming)
+    for leaf in (a, w, x):
+        assert leaf.grad.unique().tolist() == [6.0]
+    assert len({leaf.grad.data_ptr() for leaf in (a, w, x)}) == 3
+    assert incoming.unique().tolist() == [1.0]
+
+
+class Returns(torch.autograd.Function):
+    """Its gradient is what it saved."""
+
+    @staticmethod
+    def forward(ctx, x, saved):
+        ctx.save_for_backward(saved)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (saved,) = ctx.saved_tensors
+        return saved.view_as(saved), None
+
+
+def test_a_gradient_that_is_an_argument(setting):
+    graphed = setting.graphed(Returns.apply, (setting.randn(4, grad=True), setting.randn(4)))
+    for _ in range(3):
+        x, saved = setting.randn(4, grad=True), setting.randn(4)
+        for _ in range(2):
+            graphed(x, saved).sum().backward()
+        same(x.grad, 2 * saved)
+
+
+def test_a_result_that_is_kept_on_its_module_holds_nothing_after_the_backward(setting):
+    module = setting.module(net())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    module.features = graphed(setting.randn(4, 8, grad=True))
+    module.features.square().sum().backward()
+    gone = weakref.ref(module)
+    del module, graphed
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_result_that_is_an_argument_is_not_changed_in_place(setting):
+    linear = setting.module(torch.nn.Linear(4, 4))
+    graphed = setting.graphed(
+        lambda h, rest: (linear(h), rest),
+        (setting.randn(2, 4), setting.randn(2, 4, grad=True)),
+        modules=(linear,),
+    )
+    rest = setting.randn(2, 4, grad=True)
+    _, passed = graphed(setting.randn(2, 4), rest)
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        passed += 1
+    (passed * 3).sum().backward()
+    assert rest.grad.unique().tolist() == [3.0]
+
+
+changed = pytest.raises(RuntimeError, match="modified by an inplace operation")
+
+
+def test_a_parameter_that_the_backward_reads(setting):
+    module = setting.module(net())
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    y = graphed(setting.randn(4, 8))
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_parameters_that_it_does_not_read(setting):
+    module, plain = twins(setting, net())
+    x = setting.randn(4, 8)
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    for m, fn in ((module, graphed), (plain, plain)):
+        y = fn(x)
+        with torch.no_grad():
+            m[0].weight.add_(1)
+            m[0].bias.add_(1)
+            m[3].bias.add_(1)
+        y.square().sum().backward()
+    same_grads(module, plain)
+
+
+def test_a_result_without_gradient_that_the_backward_reads(setting):
+    def fn(x):
+        y = x.exp()
+        mask = y > 1
+        return y.detach(), mask, torch.where(mask, y, 0.0)
+
+    graphed = setting.graphed(fn, (setting.randn(3, grad=True),))
+    for place, change in ((0, lambda t: t.mul_(2)), (1, lambda t: t.logical_not_())):
+        outputs = graphed(setting.randn(3, grad=True))
+        change(outputs[place])
+        with changed:
+            outputs[2].sum().backward()
+
+
+def test_the_callables_own_writes(setting):
+    class Scales(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.ones(4))
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.scale.mul_(2)
+                self.count.add_(1)
+            return x * self.scale
+
+    module, plain = twins(setting, Scales())
+    graphed = setting.graphed(module, (setting.randn(4, grad=True),))
+    for _ in range(2):
+        x = setting.randn(4, grad=True)
+        out = graphed(x)
+        same(torch.autograd.grad(out.sum(), x)[0], torch.autograd.grad(plain(x).sum(), x)[0])
+    outputs = [graphed(setting.randn(4, grad=True)) for _ in range(2)]
+    outputs[1].sum().backward()
+    with changed:
+        outputs[0].sum().backward()
+
+
+def test_parameters_that_only_the_recomputation_reads_may_change(setting):
+    module, plain = twins(setting, net())
+    x = setting.randn(4, 8)
+    graphed = setting.graphed(
+        lambda x: cgpass.checkpoint(module, x), (setting.randn(4, 8),), modules=(module,)
+    )
+    for m, fn in ((module, graphed), (plain, lambda x: cgpass.checkpoint(plain, x))):
+        y = fn(x)
+        with torch.no_grad():
+            for p in m.parameters():
+                p.add_(1)
+        y.square().sum().backward()
+    same_grads(module, plain)

@@ -1,0 +1,268 @@
+"""It works in your stack: several threads, transforms of torch, a mixture of experts from transformers."""
+
+import queue
+import threading
+from importlib.metadata import version
+
+import pytest
+import torch
+from benchlib.models import SPECS
+
+import cgpass
+from cgpass import telemetry
+from cgpass.errors import InputError
+from cgpass.runtime import owner as owners
+from tests.usage.programs import MLP, Block, assert_replays, counted, in_threads, sgd_step
+
+# what torch says in any thread that begins with a matrix product
+pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+
+
+def test_from_the_second_thread_on_results_are_copies(way):
+    session = way.session()
+    module, call = session.compiled(MLP)
+    batches = session.batches(4, 8, count=12)
+    results = {}
+
+    def work(first):
+        with torch.no_grad():
+            for i in range(first, len(batches), 3):
+                results[i] = call(batches[i])
+
+    work(0)
+    held = dict(results)
+    in_threads(lambda: work(1), lambda: work(2))
+    with counted() as counters:
+        work(0)
+    for i, batch in enumerate(batches):
+        with torch.no_grad():
+            assert torch.equal(results[i], module(batch))
+    for i, result in held.items():
+        assert torch.equal(result, results[i])
+    assert counters["rescues"] == 0
+    assert counters["replays"] == 4
+
+
+def test_one_thread_calls_and_another_reads(way):
+    def program(session):
+        _, call = session.compiled(MLP)
+        batches, made, values = session.batches(4, 8, count=16), queue.Queue(2), []
+
+        def produce():
+            with torch.no_grad():
+                for batch in batches:
+                    made.put(call(batch))
+            made.put(None)
+
+        def consume():
+            while (result := made.get(timeout=120)) is not None:
+                values.append(result * 2)
+
+        in_threads(produce, consume)
+        return values
+
+    # Results that lie in the pool may move while the other thread is inside of an operator: see docs/limits.md.
+    assert way.compare(program, outputs="owned")["plain_calls"] == 0
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_backwards_run_in_the_calling_thread_or_in_autograds(way, first):
+    def program(session):
+        module, call = session.compiled(lambda: Block(dropout=0.1))
+        values = []
+        for number, batch in enumerate(session.batches(2, 4, 16, count=9)):
+            # first recorded in one of them, then in turn
+            own = first if number < 4 else number % 2 == 0
+            with torch.autograd.set_multithreading_enabled(own):
+                values += sgd_step(module, call, batch)
+        return values
+
+    counters = way.compare(program)
+    assert_replays(counters)
+    assert counters["recordings"] == 2
+
+
+def test_training_steps_take_turns_between_threads(way):
+    def program(session):
+        module, call = session.compiled(MLP)
+        values = []
+        for batch in session.batches(4, 8, count=9):
+
+            def step(batch=batch, values=values):
+                out = call(batch)
+                out.square().mean().backward()
+                values.append(out.detach())
+
+            in_threads(step)
+            values += [p.grad.clone() for p in module.parameters()]
+        return values
+
+    counters = way.compare(program)
+    assert counters["replays"] > 0
+
+
+def test_from_the_second_thread_on_gradients_are_copies(way):
+    session = way.session()
+    others = set(owners._owners)
+    module, call = session.compiled(MLP)
+    batches = session.batches(4, 8, count=12)
+    parameters = list(module.parameters())
+
+    def work(first):
+        """Steps whose gradients are dropped; whether each step's lay in the pool."""
+        found = []
+        for batch in batches[first::3]:
+            grads = torch.autograd.grad(call(batch).square().mean(), parameters)
+            (owner,) = set(owners._owners) - others
+            found.append(any(map(owner.is_pool_storage, grads)))
+            plain = torch.autograd.grad(module(batch).square().mean(), parameters)
+            torch.testing.assert_close(grads, plain)
+            del grads
+        return found
+
+    assert work(0)[-1]
+    in_threads(lambda: work(1))
+    with counted() as counters:
+        assert not any(work(2))
+    assert counters["replays"] == counters["calls"]
+
+
+def test_a_second_thread_comes_while_a_backward_is_pending(way):
+    """What the first one holds keeps its values, and no replay moves it, though saved tensors could not be moved."""
+    session = way.session()
+    w = session.randn(64).requires_grad_()
+    call = session.compile(lambda x: ((x * w).sin(), (x + w) * 1.0))
+    batches = session.batches(64, count=8)
+    for batch in batches[:3]:
+        call(batch)[0].sum().backward()
+    several = [call(batch) for batch in batches[:3]]
+    del several
+    w.grad = None
+    pending = [call(batches[3])[0] for _ in range(2)]
+    out = call(batches[4])[1].detach()  # its graph is gone
+    with counted() as counters:
+        in_threads(lambda: [call(batch) for batch in batches[:3]])
+    assert counters["rescues"] == 0
+    assert torch.equal(out, batches[4] + w)
+    for result in pending:
+        result.sum().backward()
+    torch.testing.assert_close(w.grad, 2 * (batches[3] * w.detach()).cos() * batches[3])
+
+
+# ---- transforms
+
+
+ORDERS = ["ppppb", "pbppp", "bpppp", "ppbbpp"]
+
+
+def function(x):
+    return (x.sin() * 2).cos()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("outputs", ["shared", "owned"])
+def test_gradients_are_batched(way, order, outputs, caplog):
+    def program(session):
+        call, values = session.compile(function), []
+        for kind in order + "pp":
+            x = session.randn(4).requires_grad_()
+            if kind == "b":
+                rows = torch.eye(4, device=session.device)
+                values += torch.autograd.grad(call(x), x, rows, is_grads_batched=True)
+            else:
+                values += torch.autograd.grad(call(x).sum(), x)
+        return values
+
+    if way.compiler == "inductor":
+        pytest.skip("Inductor's kernels take no batched tensors, graphs or not")
+    assert way.compare(program, outputs=outputs, min_partition_ops=1)["replays"] > 0
+    assert "can't be captured" not in caplog.text
+    told = [r for r in caplog.messages if "from inside of a transform" in r]
+    assert len(told) == 1
+
+
+def test_a_wrapper_inside_a_transform(setting, caplog):
+    call = setting.session().wrap(lambda x: x.sin() + 1)
+    x = setting.session().randn(3, 4)
+    with counted() as counters:
+        for _ in range(3):
+            assert torch.equal(call(x), x.sin() + 1)
+            assert torch.equal(torch.func.vmap(call)(x), x.sin() + 1)
+    assert (counters["replays"], counters["plain_calls"]) == (2, 3)
+    with pytest.raises(InputError, match="requires grad"):
+        torch.func.grad(lambda x: call(x).sum())(x)
+    assert caplog.text.count("from inside of a transform") == 1
+
+
+# ---- a mixture of experts of transformers
+
+
+EXPERTS = "transformers.grouped_mm_fallback"
+"""The operator and that of its backward."""
+
+
+def step(model, call, tokens):
+    loss = call(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    grads = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    return loss.detach(), grads
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' and torch's own
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_mixtral_is_one_forward_and_one_backward_graph(compiler):
+    torch.manual_seed(0)
+    try:
+        model = SPECS["mixtral"].build(True).model
+    except ImportError as error:
+        pytest.skip(f"transformers can't load Mixtral here: {error}")
+    tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(1))
+    expected = step(model, model, tokens)
+    options = {"driver": "simulated", "compiler": compiler, "on_skip": "silent"}
+    before = telemetry.counters()["graphs"]
+    call = torch.compile(model, backend=cgpass.cgpass, options=options)
+    for _ in range(3):
+        torch.testing.assert_close(step(model, call, tokens), expected)
+    torch.compiler.reset()
+    graphs = telemetry.graphs(before)
+    reasons = [r for graph in graphs for part in graph.partitions for r in map(str, part.reasons)]
+    if not any(EXPERTS in reason for reason in reasons):
+        pytest.skip(f"transformers {version('transformers')} has experts that can be traced")
+    assert [graph.direction for graph in graphs] == ["forward", "backward"]
+    for graph in graphs:
+        eager = [part for part in graph.partitions if not part.captured]
+        assert len(eager) < len(graph.partitions)
+        assert all(any(EXPERTS in str(reason) for reason in part.reasons) for part in eager)
+
+
+def test_a_reset_while_another_thread_is_in_a_call_that_compiles():
+    """`torch.compiler.reset()` has Dynamo's lock, and that call wants it."""
+    inside, may_go_on, results = threading.Event(), threading.Event(), []
+    inner = torch.compile(torch.sin, backend="eager")
+
+    def fn(x):
+        inside.set()
+        assert may_go_on.wait(60)
+        return inner(x) + 1
+
+    call = cgpass.CUDAGraphWrapper(fn, options={"driver": "simulated"})
+    ones = torch.ones(3)
+    in_threads(lambda: (may_go_on.set(), call(ones), call(ones)))
+    assert call.stats.recordings == 1
+    inside.clear()
+    may_go_on.clear()
+    calling = threading.Thread(target=lambda: results.append(call(torch.ones(2))), daemon=True)
+    calling.start()
+    assert inside.wait(60)
+    resetting = threading.Thread(target=torch.compiler.reset, daemon=True)
+    resetting.start()
+    resetting.join(1)
+    may_go_on.set()
+    for thread in (calling, resetting):
+        thread.join(60)
+        assert not thread.is_alive()
+    assert torch.equal(results[0], torch.ones(2).sin() + 1)
+    for _ in range(2):
+        assert torch.equal(call(ones), ones.sin() + 1)
+    assert call.stats.recordings == 2
