@@ -352,3 +352,11 @@ def test_what_decides_on_kernels_is_part_of_the_signature(setting):
     finally:
         torch.set_float32_matmul_precision(precision)
     assert call.stats.recordings == recordings + 1
+
+
+def test_true_is_another_value_than_one(setting):
+    session = setting.session()
+    call, x = session.wrap(lambda x, n: x[n] * 2), session.randn(3, 4)
+    for n in (1, True, 1, True, 1, True):
+        assert torch.equal(call(x, n), x[n] * 2)
+    assert counts(call) == (2, 2, 4, 0)
