@@ -826,7 +826,7 @@ def test_nothing_grows_with_thousands_of_sizes(way, training, sizes, caplog):
             if looked_at:
                 ours = runners(others)
                 found.append([kept_by(runner) for runner in ours])
-                plain_results.extend(len(list(runner.owner._plain_results)) for runner in ours)
+                plain_results.extend(len(list(runner.owner.plain_results)) for runner in ours)
                 calls_made.append(made[0])
         return [loss.detach()]
 
