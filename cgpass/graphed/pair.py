@@ -119,7 +119,10 @@ class Pair:
         if self._slot is None:
             self._slot = self._owner.new_slot()
         self._generators = list(self._states.generators)
-        results, saved, members = self._forward(self._record, warms_up=False)
+        return self._forward(self._record, warms_up=False)
+
+    def _sort(self, results: Sequence[Any], saved: Sequence[Any], members: Sequence[Any]) -> None:
+        """Tell what calls have to do, by what was recorded, while parameters and buffers are where they were read."""
         forward, graph, inputs = self.forward, self.graph, self.description.binding.samples
         first, end = len(results), len(inputs)
         self.key = fast.layouts(self.description.statics.now())
@@ -137,7 +140,6 @@ class Pair:
         self._take_wanted, self._take_read = fast.taker(self._wanted), fast.taker(tuple(graph.read))
         self.take = fast.taker(self.description.statics.firsts())
         """Takes each parameter and buffer once."""
-        return results, saved, members
 
     def record_backward(
         self, results: Sequence[Any], saved: list[Any], members: Sequence[Any]
@@ -179,6 +181,8 @@ class Pair:
         self._wanted = tuple(sorted(graph.reached))
         assert d.structure is not None
         self.structure = d.structure
+        if not warms_up:
+            self._sort(results, saved, members)
         d.run_hook("forward", *arguments, self.structure.build(results))
         return results, saved, members
 
