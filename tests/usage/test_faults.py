@@ -111,9 +111,9 @@ def test_a_capture_that_fails_at_any_operator_of_a_model(name):
 )
 def test_signals_in_the_middle_of_calls(name, monkeypatch):
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # put back
-    # a signal may have Dynamo compile anew, which it does eight times
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 100)
-    assert_all_come_out_right(Campaign(name).alarms(60), 5)  # runs may be faster than measured
+    with torch._dynamo.config.patch(recompile_limit=100):  # signals have Dynamo compile anew
+        faults = Campaign(name).alarms(60)
+        assert_all_come_out_right(faults, 5)  # runs may be faster than measured
 
 
 def outcome(name):
