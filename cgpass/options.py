@@ -49,8 +49,8 @@ class Options:
     """What records and replays; `auto`: `cuda` if the graph is on CUDA, else `none`."""
 
     static_input_check: Literal["rerecord", "error", "off"] = _choice("rerecord", "error", "off")
-    """What a static address that moved does, since the tensor moved or the module got another one; `off` only where they
-    provably never move. Tensors of another module that shares the compiled code have not moved."""
+    """What a moved or replaced parameter does; "off" only where they provably never move. Another module that shares
+    the code is no move."""
 
     max_recordings: int = _count(64, at_least=1)
     """Recordings that a partition keeps for one set of parameters and buffers: of different sizes, and of calls whose
