@@ -49,7 +49,7 @@ class Options:
     """What records and replays; `auto`: `cuda` if the graph is on CUDA, else `none`."""
 
     static_input_check: Literal["rerecord", "error", "off"] = _choice("rerecord", "error", "off")
-    """What a moved or replaced parameter does; "off" only where they provably never move. Another module that shares
+    """What a moved or replaced parameter does; `off` only where they provably never move. Another module that shares
     the code is no move."""
 
     max_recordings: int = _count(64, at_least=1)
