@@ -418,6 +418,10 @@ class _Update:
         """All that this call's update reads on the host, beside learning rates."""
         self.counts_writes = False
         """True if autograd is told what the optimizers write, as it is not by fused ones of torch 2.14."""
+        self._last: tuple[Any, ...] = ()
+        self._read: tuple[tuple[torch.Tensor, ...], tuple[Any, ...]] = (), ()
+        self.known_as: dict[int, str] = {}
+        """Names of parameters, by their `id`s; `params` holds them."""
         self.looks = 0
         """How often the optimizers' tensors were others than before."""
         self._groups: list[dict[str, Any]] = []
@@ -510,7 +514,8 @@ class _Update:
         at = fast.first_watched(self.params)
         if at >= 0:
             leaf = self.params[at]
-            name = f"parameter {at} of the optimizer, {[*leaf.shape]},"
+            name = self.known_as.get(id(leaf))
+            name = name or f"parameter {at} of the optimizer, {[*leaf.shape]},"
             if leaf.grad is not None:
                 return f"{name} has a gradient from before; call zero_grad() first"
             return f"{name} has hooks, or gradients of another dtype; remove them"
@@ -525,11 +530,15 @@ class _Update:
         keys = (key for key in last | found if last.get(key, ...) != found.get(key, ...))
         return _NEW_NUMBER.format(", ".join(map(_number_name, itertools.islice(keys, 3))))
 
-    def read(self) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
+    def read(self) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
         """The tensors that an update reads and writes beside parameters, and all that it reads, for the key."""
         rates = [rate.tensor for rate in self.rates]
         places = self._contents[1:], *[tensor.data_ptr() for tensor in rates]
-        return [*self.state, *rates], (self.looks, tuple(self.numbers.items()), places)
+        last = self.looks, self.numbers, places
+        if last != self._last:
+            self._last = last
+            self._read = (*self.state, *rates), (self.looks, tuple(self.numbers.items()), places)
+        return self._read
 
     def _find_numbers(self) -> dict[Any, Any] | str:
         """All that an update reads on the host beside learning rates; or what of it is no number."""
@@ -619,6 +628,7 @@ class _Whole:
         if first is not None and second is not None:
             infos, self._arguments = first.infos(), first.arguments
             self._forward, self._backward = first.run, second.run
+            update.known_as.update((id(args[n]), infos[n].name) for n in leaves)
         else:
             gradient = InputInfo("a gradient", InputKind.POOLED, mutated=True)
             infos = [gradient, InputInfo("a parameter", InputKind.STATIC)]

@@ -509,3 +509,24 @@ def test_a_learning_rate_that_a_hook_sets_stays(way):
 
     found = programs.differences(way.run(program), way.run(program, driver="none"))
     assert not found
+
+
+class Loss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh())
+
+    def forward(self, x):
+        return self.net(x).square().mean()
+
+
+def test_a_gradient_from_before_is_named_as_its_parameter():
+    loss_fn, x = Loss(), torch.ones(4, 3)
+    optimizer = torch.optim.SGD(loss_fn.parameters(), lr=0.1, fused=True)
+    options = {"driver": "simulated", "compiler": "eager", "on_skip": "silent"}
+    step = cgpass.train_step(loss_fn, optimizer, options=options)
+    for _ in range(3):
+        step(x)
+    loss_fn.net[0].bias.grad = torch.ones(2)
+    step(x)
+    assert any("net.0.bias has a gradient from before" in why for why in step.in_pieces)
