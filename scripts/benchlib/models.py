@@ -203,6 +203,44 @@ def stack(layers: int) -> Callable[[bool], nn.Module]:
     )
 
 
+def plain_layers(width: int, depth: int) -> Callable[[bool], nn.Module]:
+    """Linear and tanh, again and again: what physics, control and tables are learned with."""
+
+    def build(tiny: bool) -> nn.Module:
+        return SquareLoss(
+            [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(2 if tiny else depth)]
+        )
+
+    return build
+
+
+class ActorCritic(nn.Module):
+    """The loss of an actor and critic that share a body."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        layers = nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()
+        self.body = nn.Sequential(*layers)
+        self.policy, self.value = nn.Linear(width, 4), nn.Linear(width, 1)
+
+    def forward(self, x: torch.Tensor, label: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(x)
+        scores, values = self.policy(hidden).log_softmax(-1), self.value(hidden).squeeze(-1)
+        chosen = scores.gather(-1, label.unsqueeze(-1)).squeeze(-1)
+        entropy = -(scores.exp() * scores).sum(-1).mean()
+        error = returns - values
+        return error.square().mean() - (chosen * error.detach()).mean() - 0.01 * entropy
+
+
+def episodes(generator: torch.Generator, tiny: bool) -> Batch:
+    count = 8 if tiny else 1024
+    return {
+        "x": torch.randn(count, 8, generator=generator),
+        "label": torch.randint(0, 4, (count,), generator=generator),
+        "returns": torch.randn(count, generator=generator),
+    }
+
+
 def attentions(tiny: bool) -> nn.Module:
     return SquareLoss([Attention(64, 0.1) for _ in range(2 if tiny else 48)], checkpoint)
 
@@ -240,6 +278,15 @@ SPECS: dict[str, ModelSpec] = REAL | {
     "stack1": ModelSpec(title="1 small layer", build=stack(1), batch=numbers(4, 64), **FP32),
     "stack10": ModelSpec(title="10 small layers", build=stack(10), batch=numbers(4, 64), **FP32),
     "stack100": ModelSpec(title="100 small layers", build=stack(100), batch=numbers(4, 64), **FP32),
+    "mlp3": ModelSpec(
+        title="3 x 256, B256", build=plain_layers(256, 3), batch=numbers(256, 256), **FP32
+    ),
+    "mlp50": ModelSpec(
+        title="50 x 64, B8", build=plain_layers(64, 50), batch=numbers(8, 64), **FP32
+    ),
+    "actor_critic": ModelSpec(
+        title="actor and critic, B1024", build=lambda tiny: ActorCritic(), batch=episodes, **FP32
+    ),
     "layer": ModelSpec(
         title="attention and feed-forward, width 64",
         build=lambda tiny: SquareLoss([Attention(64, 0.0), feed_forward(64, 0.0)]),
