@@ -1,13 +1,12 @@
 """Cut a graph into captured and eager partitions, reordered so that there are few of them.
 
 Note [Fewest switches]
-    Without a memory limit the maximal drain is optimal for a given starting colour: run every ready node of the current
-    colour, switch, repeat. Whatever another order with the same starting colour has run after k switches, the drain has
-    run too. So the better of both starting colours has the fewest switches any order can have. A drain that runs only
-    what fits into the limit is the same one where all fits; where it gets stuck, the original order is the answer.
+    Captured and eager stages alternate. Each group runs in the earliest stage of its kind that no predecessor forbids:
+    whatever an order with the same first kind has run after k switches, these stages have run too. So the better of both
+    first kinds has the fewest switches any order can have. What depends on the graph's inputs alone, such as casts of
+    weights and recomputed values, runs in the stage of its first reader: earlier it would only take memory.
 """
 
-import bisect
 import itertools
 import math
 import operator
@@ -39,8 +38,6 @@ class Partition(Pass):
     """Operators never captured, "ns::op" or "ns::op.overload"."""
     min_partition_ops: int = 4
     """A captured partition beside others with fewer operators that launch work runs plainly."""
-    max_memory_increase: float = 0.05
-    """How much reordering may raise the estimated peak memory, as a fraction."""
     collectives: bool = True
     """True if collectives may be captured."""
 
@@ -62,8 +59,8 @@ class Partition(Pass):
         # A graph that is one partition is no splinter: it is captured if it does any work.
         minimum = 1 if all(captured) else self.min_partition_ops
         order: Sequence[int] = range(len(groups))
-        if len(set(captured)) > 1:
-            order = find_order(_problem(gm, groups, captured), self.max_memory_increase)
+        if not all(captured):
+            order = find_order(captured, _predecessors(gm, groups))
         segments = _cut(groups, reasons, order, minimum)
         _apply(gm, groups, segments)
         return [reason for segment in segments for _, reason in segment if reason is not None]
@@ -126,54 +123,17 @@ def _inputs(gm: fx.GraphModule) -> dict[fx.Node, tuple[fx.Node, ...]]:
     return found
 
 
-@dataclass(frozen=True)
-class OrderingProblem:
-    """Nodes in a valid order, what they depend on and what memory they need; node `i` is the i-th of the original order."""
-
-    captured: tuple[bool, ...]
-    """Colour of each node."""
-    predecessors: tuple[tuple[int, ...], ...]
-    """Nodes that must run before each node: its data and whatever else fixes their order."""
-    allocated_bytes: tuple[int, ...]
-    """Memory that each node allocates for its value."""
-    reads: tuple[tuple[int, ...], ...]
-    """Nodes whose value each node reads; a value is freed after its last reader has run."""
-    kept: frozenset[int] = frozenset()
-    """Nodes whose value is never freed: the graph's outputs."""
-
-    def __len__(self) -> int:
-        return len(self.captured)
-
-
-def _problem(
-    gm: fx.GraphModule, groups: Sequence[Group], captured: tuple[bool, ...]
-) -> OrderingProblem:
+def _predecessors(gm: fx.GraphModule, groups: Sequence[Group]) -> list[set[int]]:
+    """Groups that must run before each group, for its data or another order."""
     home = {node: at for at, group in enumerate(groups) for node in group}
-    owner: dict[int, int] = {}
-    predecessors: list[dict[int, None]] = []
-    reads: list[dict[int, None]] = []
-    chains = _Chains()
-    inputs_of = _inputs(gm)
-    for at, group in enumerate(groups):
-        inputs = inputs_of[group[0]]
-        before = {home[arg]: None for arg in inputs if arg in home}
-        before.update(dict.fromkeys(chains.add(at, group[0], inputs)))
-        predecessors.append(before)
-        keys = itertools.chain.from_iterable(map(values.storage_keys, inputs))
-        reads.append({owner[key]: None for key in keys if key in owner})
-        for node in group:
-            for key in values.storage_keys(node):
-                owner.setdefault(key, at)
-    returned = itertools.chain.from_iterable(
-        values.storage_keys(arg) for arg in inputs_of[gm.graph.output_node()]
-    )
-    return OrderingProblem(
-        captured=captured,
-        predecessors=tuple(tuple(sorted(before)) for before in predecessors),
-        allocated_bytes=tuple(values.output_bytes(group[0]) for group in groups),
-        reads=tuple(tuple(sorted(read)) for read in reads),
-        kept=frozenset(owner[key] for key in returned if key in owner),
-    )
+    chains, inputs_of = _Chains(), _inputs(gm)
+    found = []
+    for at, (first, *_) in enumerate(groups):
+        inputs = inputs_of[first]
+        found.append(
+            {home[arg] for arg in inputs if arg in home}.union(chains.add(at, first, inputs))
+        )
+    return found
 
 
 class _Chains:
@@ -241,7 +201,7 @@ def _cut(
 
 def _launches(node: fx.Node) -> bool:
     """Tell if a node does work on the device; views don't."""
-    return values.output_bytes(node) > 0 or values.has_side_effect(node)
+    return values.allocates(node) or values.has_side_effect(node)
 
 
 def _too_small(node: fx.Node, count: int, minimum: int) -> Reason:
@@ -287,86 +247,32 @@ def _reorder(gm: fx.GraphModule, order: Iterable[fx.Node]) -> None:
         output.prepend(node)
 
 
-def find_order(problem: OrderingProblem, max_memory_increase: float = 0.05) -> tuple[int, ...]:
-    """Return an order with few colour switches whose peak is at most `1 + max_memory_increase` times the original's.
+def find_order(captured: Sequence[bool], predecessors: Sequence[Iterable[int]]) -> Sequence[int]:
+    """Return an order of groups with the fewest switches, the original one if it has. See Note [Fewest switches]."""
 
-    See Note [Fewest switches].
-    """
-    original = tuple(range(len(problem)))
-    limit = math.floor(peak_bytes(problem, original) * (1 + max_memory_increase))
-    drains = (_drain(problem, start, limit) for start in (True, False))
-    return min([original, *filter(None, drains)], key=lambda order: count_switches(problem, order))
+    def switches(order: Sequence[int]) -> int:
+        return sum(captured[a] != captured[b] for a, b in itertools.pairwise(order))
 
-
-def count_switches(problem: OrderingProblem, order: Sequence[int]) -> int:
-    """Return how often the colour changes along `order`."""
-    colours = [problem.captured[node] for node in order]
-    return sum(a != b for a, b in itertools.pairwise(colours))
+    original = range(len(captured))
+    staged = (_stages(captured, predecessors, first) for first in (True, False))
+    orders = (sorted(original, key=stages.__getitem__) for stages in staged)
+    return min([original, *orders], key=switches)
 
 
-def peak_bytes(problem: OrderingProblem, order: Sequence[int]) -> int:
-    """Return the estimated peak of live bytes along `order`."""
-    memory = _Memory(problem)
-    peak = 0
-    for node in order:
-        peak = max(peak, memory.live_bytes + problem.allocated_bytes[node])
-        memory.run(node)
-    return peak
-
-
-class _Memory:
-    """Live bytes while the nodes of a problem run one after another."""
-
-    def __init__(self, problem: OrderingProblem) -> None:
-        self.live_bytes = 0
-        self._allocated = problem.allocated_bytes
-        self._reads = [tuple(dict.fromkeys(reads)) for reads in problem.reads]
-        self._waiting = [0] * len(problem)
-        """How many readers of each value have not run; one more for a value that is kept."""
-        for reads in self._reads:
-            for value in reads:
-                self._waiting[value] += 1
-        for value in problem.kept:
-            self._waiting[value] += 1
-
-    def run(self, node: int) -> None:
-        if self._waiting[node]:
-            self.live_bytes += self._allocated[node]
-        for value in self._reads[node]:
-            self._waiting[value] -= 1
-            if not self._waiting[value]:
-                self.live_bytes -= self._allocated[value]
-
-
-def _drain(problem: OrderingProblem, start: bool, limit: float) -> tuple[int, ...] | None:
-    """Run what is ready and fits of a colour, in original order, then switch; None if stuck."""
-    successors: list[list[int]] = [[] for _ in range(len(problem))]
-    for node, before in enumerate(problem.predecessors):
-        for predecessor in dict.fromkeys(before):
-            successors[predecessor].append(node)
-    missing = [len(set(before)) for before in problem.predecessors]
-    ready: dict[bool, list[int]] = {True: [], False: []}
-    memory = _Memory(problem)
-    for node, count in enumerate(missing):
-        if not count:
-            ready[problem.captured[node]].append(node)
-    order: list[int] = []
-    colour, stuck = start, False
-    while len(order) < len(problem):
-        free = limit - memory.live_bytes
-        fitting = (i for i, n in enumerate(ready[colour]) if problem.allocated_bytes[n] <= free)
-        at = next(fitting, None)
-        if at is None:
-            if stuck:
-                return None
-            colour, stuck = not colour, True
-            continue
-        stuck = False
-        node = ready[colour].pop(at)
-        order.append(node)
-        memory.run(node)
-        for successor in successors[node]:
-            missing[successor] -= 1
-            if not missing[successor]:
-                bisect.insort(ready[problem.captured[successor]], successor)
-    return tuple(order)
+def _stages(
+    captured: Sequence[bool], predecessors: Sequence[Iterable[int]], first: bool
+) -> list[float]:
+    """Number of the stage in which each group runs, if the stages begin with a captured one or not."""
+    stages: list[float] = []
+    of_inputs: list[bool] = []
+    for at, before in enumerate(predecessors):
+        earliest = (stages[b] + (captured[b] != captured[at]) for b in before)
+        stages.append(max(earliest, default=captured[at] != first))
+        of_inputs.append(all(of_inputs[b] for b in before))
+    latest = [math.inf] * len(stages)
+    for at in reversed(range(len(stages))):
+        if of_inputs[at] and latest[at] < math.inf:
+            stages[at] = latest[at]
+        for b in predecessors[at]:
+            latest[b] = min(latest[b], stages[at] - (captured[b] != captured[at]))
+    return stages
