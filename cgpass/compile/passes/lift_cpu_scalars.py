@@ -47,9 +47,7 @@ _EXACT = frozenset(
 )
 """Operators that give the same bits on the host and on the device."""
 
-_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-"""What aten's kernels compute in, where that is another dtype."""
-
+_HALF = (torch.float16, torch.bfloat16)
 _IN_WIDE = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor)
 """Operators whose kernels take a scalar on the host without rounding it to the other operand's dtype.
 
@@ -88,7 +86,7 @@ class LiftCpuScalars(Pass):
         Given a scalar on the host, aten's kernels for half precision add, subtract and multiply
         in float32 with the scalar itself, and all divide by multiplying with its inverse.
         One on the device they round to the operands' type first, and divide by it. Where such
-        kernels run, readers are rewritten to have the bits of the former.
+        kernels run, these readers keep the scalar on the host, and run between graphs.
     """
 
     name: ClassVar[str] = "lift_cpu_scalars"
@@ -129,7 +127,9 @@ class _Lift:
         found: dict[fx.Node, list[fx.Node]] = {}
         for node in self._graph.nodes:
             scalars = list(filter(_is_cpu_tensor, node.all_input_nodes))
-            reason = why_not_capturable(node, self._device) if scalars else None
+            if not scalars or (self._settings.aten_kernels and _rounds(node, scalars)):
+                continue
+            reason = why_not_capturable(node, self._device)
             if reason is not None and reason.code == "cpu_scalar":
                 for arg in scalars:
                     found.setdefault(arg, []).append(node)
@@ -140,8 +140,6 @@ class _Lift:
             changed, lifted = True, self._lift(source, readers[0])
             for reader in readers:
                 reader.replace_input_with(source, lifted)
-                if self._settings.aten_kernels:
-                    self._keep_bits(reader, lifted)
         return changed
 
     def copies(self) -> bool:
@@ -166,7 +164,8 @@ class _Lift:
         """Return what stands for a CPU scalar on the device."""
         if source in self._lifted:
             return self._lifted[source]
-        value = _like(source.meta["val"], device=self._device)
+        with torch_private.mode_of(source.meta["val"]):
+            value = torch.empty_like(source.meta["val"], device=self._device)
         constant = self._constant(source)
         if constant is not None:
             lifted = self._moved(constant, source, value)
@@ -200,39 +199,6 @@ class _Lift:
 
     def _is_made_once(self, node: fx.Node) -> bool:
         return self._constant(node) is not None or _is_filled(node)
-
-    def _keep_bits(self, reader: fx.Node, scalar: fx.Node) -> None:
-        """Have an operator compute as with a scalar on the host. See Note [Scalars in aten's kernels]."""
-        divides = reader.target is aten.div.Tensor and reader.args[1] is scalar
-        if not divides and reader.target not in _IN_WIDE:
-            return
-        first, second = reader.args[:2]
-        assert isinstance(first, fx.Node)
-        assert isinstance(second, fx.Node)
-        value = reader.meta["val"]
-        wide = _WIDE.get(value.dtype, value.dtype)
-        if wide == value.dtype and not divides:
-            return
-        first, second = self._cast(first, wide, reader), self._cast(second, wide, reader)
-        if divides:
-            reader.target = aten.mul.Tensor
-            inverse = second.meta["val"]
-            second = self._call(
-                aten.reciprocal.default, second, before=reader, of=reader, value=inverse
-            )
-        reader.args = (first, second, *reader.args[2:])
-        reader.meta["val"] = _like(value, dtype=wide)
-        if wide != value.dtype:
-            narrow = self._cast(reader, value.dtype, reader.next)
-            reader.replace_all_uses_with(narrow, lambda user: user is not narrow)
-
-    def _cast(self, node: fx.Node, dtype: torch.dtype, before: fx.Node) -> fx.Node:
-        if node.meta["val"].dtype == dtype:
-            return node
-        value = _like(node.meta["val"], dtype=dtype)
-        return self._call(
-            aten._to_copy.default, node, before=before, of=node, value=value, dtype=dtype
-        )
 
     def _first_write(self, source: fx.Node) -> float:
         """Position of the first node that writes to the memory of `source`."""
@@ -299,6 +265,13 @@ def _is_cpu_tensor(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "cpu"
 
 
+def _rounds(node: fx.Node, scalars: list[fx.Node]) -> bool:
+    """Tell if aten gives other bits with a scalar on the device. See Note [Scalars in aten's kernels]."""
+    if node.target is aten.div.Tensor:
+        return node.args[1] in scalars
+    return node.target in _IN_WIDE and node.meta["val"].dtype in _HALF
+
+
 def _is_pointwise(node: fx.Node) -> bool:
     """Tell if Inductor's kernels on the device compute an operator of CPU scalars, too."""
     tags = getattr(node.target, "tags", ())
@@ -310,8 +283,3 @@ def _is_filled(node: fx.Node) -> bool:
     if node.target is aten._to_copy.default and node.all_input_nodes:
         return False  # a copy of a tensor
     return node.target in _FILLED and all(type(size) is int for size in node.meta["val"].shape)
-
-
-def _like(value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    with torch_private.mode_of(value):
-        return torch.empty_like(value, **kwargs)
