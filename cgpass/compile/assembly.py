@@ -198,7 +198,9 @@ class GraphBuilder:
                 runs[name] = self._compile_part(name, parts[name], graph)
         plan = build_plan(outlined, runs, self.visible)
         boxed = self._executor(plan, summaries, graph)
-        return torch_private.mark_boxed(as_traced(boxed)) if otherwise else boxed
+        if not otherwise:
+            return boxed
+        return torch_private.mark_boxed(lambda args: boxed(as_traced(args)))
 
     def _executor(self, plan: Plan, parts: Sequence[PartitionSummary], graph: int) -> Boxed:
         """A callable that telemetry, traces and profiles know of."""
@@ -263,7 +265,7 @@ class GraphBuilder:
             driver=None if communicates else owner.driver,
             what=self.source.of(named),
             refuses=self.options.on_skip == "raise",
-            as_traced=inputs_as_traced(original, otherwise)(list),
+            as_traced=inputs_as_traced(original, otherwise),
         )
         return PartitionRunner(
             fn,
