@@ -12,7 +12,7 @@ from torch import fx
 from cgpass import telemetry, torch_private
 from cgpass.compile import culprits, formulas
 from cgpass.compile.assembly import GraphBuilder, passes_for
-from cgpass.compile.compilers import Boxed, Compiler, copy_of
+from cgpass.compile.compilers import Boxed, Compiler, GraphCache, copy_of
 from cgpass.compile.culprits import FailedOperators
 from cgpass.compile.facts.breaks import graph_break_of
 from cgpass.compile.facts.capturability import has_cpu_scalars, is_argument
@@ -27,7 +27,6 @@ from cgpass.compile.passes.base import Direction, PassContext, run_passes
 from cgpass.compile.passes.own_gradients import OwnGradients
 from cgpass.compile.passes.rng_pairs import FunctionalizeRng, RngPairs, split_joint
 from cgpass.compile.training import TrainingCall
-from cgpass.compile.warm_start import GraphCache
 from cgpass.errors import DoubleBackwardError, DriverUnavailableError, OptionError
 from cgpass.options import Options, nearest
 from cgpass.runtime import native
