@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd.function import FunctionMeta
+from torch.utils import checkpoint
 
 from cgpass.torch_private.compiling import replaced
 
@@ -107,8 +109,6 @@ def checkpoint_hooks(
 
     Source: torch/utils/checkpoint.py `_current_user_saved_tensors_hooks`, 2.15; 2.11 does not look.
     """
-    from torch.utils import checkpoint
-
     outer = getattr(checkpoint, "_current_user_saved_tensors_hooks", None)
     marked: Any = functools.partial(pack)
     marked._checkpoint_internal = True
@@ -132,8 +132,6 @@ def double_backwards_raise(error: Callable[[], Exception]) -> Iterator[None]:
     Source: torch/_functorch/_aot_autograd/runtime_wrappers.py, `CompiledFunction`; _dynamo/decorators.py `skip`, 2.11 to
     2.15.
     """
-    from torch.autograd.function import FunctionMeta
-
     init: Any = FunctionMeta.__init__
 
     def noting(cls: Any, name: str, bases: Any, attrs: Any) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _registering = threading.Lock()
 
@@ -195,8 +196,6 @@ def input_position(node: torch.fx.Node) -> int | None:
 
 def handles_subclasses(gm: torch.fx.GraphModule) -> bool:
     """Tell if inputs or outputs of Dynamo's graph are tensors that AOTAutograd takes apart (DTensor)."""
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
     nodes = [*gm.graph.find_nodes(op="placeholder"), *gm.graph.output_node().all_input_nodes]
     return any(is_traceable_wrapper_subclass(node.meta.get("example_value")) for node in nodes)
 

@@ -235,7 +235,7 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node, state: fx.Node) -> None:
     args: tuple[Any, ...] = (node.target, *node.args)
     with gm.graph.inserting_before(node):
         drawn = gm.graph.call_function(
-            torch_private.run_with_rng_state(), args, {**node.kwargs, "rng_state": state}
+            torch_private.run_with_rng_state, args, {**node.kwargs, "rng_state": state}
         )
     drawn.meta = {key: value for key, value in node.meta.items() if key != PAIR}
     node.replace_all_uses_with(drawn)
