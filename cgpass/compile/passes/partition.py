@@ -43,73 +43,57 @@ class Partition(Pass):
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> list[Reason]:
         """Tag `gm`'s nodes, in an order with few boundaries."""
-        groups = _groups(gm)
-        reasons = [
-            why_not_capturable(
-                group[0],
-                ctx.device,
-                unsafe_ops=self.unsafe_ops,
-                collectives=self.collectives,
+        reasons = {
+            node: why_not_capturable(
+                node, ctx.device, unsafe_ops=self.unsafe_ops, collectives=self.collectives
             )
-            for group in groups
-        ]
-        if any(reasons):
-            groups, reasons = _with_views(gm, groups, reasons)
-        captured = tuple(reason is None for reason in reasons)
+            for node in gm.graph.nodes
+            if not is_passive(node)
+        }
+        groups = _groups(gm, reasons)
+        captured = [reasons[group[0]] is None for group in groups]
         # A graph that is one partition is no splinter: it is captured if it does any work.
         minimum = 1 if all(captured) else self.min_partition_ops
         order: Sequence[int] = range(len(groups))
         if not all(captured):
             order = find_order(captured, _predecessors(gm, groups))
-        segments = _cut(groups, reasons, order, minimum)
-        _apply(gm, groups, segments)
+        segments = _cut([(groups[at], reasons[groups[at][0]]) for at in order], minimum)
+        if len(segments) > 1:
+            _reorder(gm, [node for segment in segments for group, _ in segment for node in group])
+        for index, segment in enumerate(segments):
+            tag = PartitionTag(index, captured=segment[0][1] is None)
+            for (first, *others), reason in segment:
+                set_tag(first, tag, reason)
+                for node in others:
+                    set_tag(node, tag)
         return [reason for segment in segments for _, reason in segment if reason is not None]
 
 
 Group = tuple[fx.Node, ...]
-"""An operator and the `getitem` nodes that take its results apart: they stay together. See also `_with_views`."""
-
-
-Segment = list[tuple[int, Reason | None]]
+"""An operator and what only takes its results apart: they stay together."""
+Segment = list[tuple[Group, Reason | None]]
 """Groups that run one after the other, and why each is eager."""
 
 
-def _groups(gm: fx.GraphModule) -> list[Group]:
-    members: dict[fx.Node, list[fx.Node]] = {}
-    home: dict[fx.Node, fx.Node] = {}
-    for node in gm.graph.nodes:
-        if is_passive(node):
-            continue
-        producer = node.args[0] if node.target is operator.getitem else None
-        first = home.get(producer, node) if isinstance(producer, fx.Node) else node
-        home[node] = first
-        members.setdefault(first, []).append(node)
-    return [tuple(group) for group in members.values()]
+def _groups(gm: fx.GraphModule, reasons: dict[fx.Node, Reason | None]) -> list[Group]:
+    """Group each operator with its `getitem` nodes, an eager one also with views of its results that none captured reads.
 
-
-def _with_views(
-    gm: fx.GraphModule, groups: Sequence[Group], reasons: Sequence[Reason | None]
-) -> tuple[list[Group], list[Reason | None]]:
-    """Let views of what an eager operator makes be part of its group, unless a captured operator reads them.
-
-    In a captured partition they would be outputs that need no kernel, but an input that is copied in.
+    In a captured partition such views would be outputs that need no kernel, but an input that is copied in.
     """
-    eager = {at for at, reason in enumerate(reasons) if reason is not None}
-    home = {node: at for at, group in enumerate(groups) for node in group}
-    views: set[int] = set()  # that no captured operator reads
-    for at, group in reversed(list(enumerate(groups))):
-        readers = {home.get(user) for node in group for user in node.users}
-        if at not in eager and not _launches(group[0]) and readers <= {None, at, *eager, *views}:
-            views.add(at)
+    views: set[fx.Node] = set()  # that no captured operator reads
+    for node, reason in reversed(reasons.items()):
+        readers = (user in views or user not in reasons or reasons[user] for user in node.users)
+        if reason is None and all(readers) and not _launches(node):
+            views.add(node)
     inputs_of = _inputs(gm)
-    owner = {at: at for at in eager}
-    merged: dict[int, list[fx.Node]] = {}
-    for at, group in enumerate(groups):
-        bases = {home[arg] for arg in inputs_of[group[0]] if arg in home}
-        if at in views and len(bases) == 1 and (base := bases.pop()) in owner:
-            owner[at] = owner[base]
-        merged.setdefault(owner.get(at, at), []).extend(group)
-    return [tuple(group) for group in merged.values()], [reasons[at] for at in merged]
+    home: dict[fx.Node, fx.Node] = {}
+    members: dict[fx.Node, list[fx.Node]] = {}
+    for node in reasons:
+        first, *others = {home[arg] for arg in inputs_of[node] if arg in home} or [node]
+        stays = node.target is operator.getitem or (node in views and reasons[first] is not None)
+        home[node] = first if stays and not others else node
+        members.setdefault(home[node], []).append(node)
+    return [tuple(group) for group in members.values()]
 
 
 def _inputs(gm: fx.GraphModule) -> dict[fx.Node, tuple[fx.Node, ...]]:
@@ -182,16 +166,14 @@ def _memory(node: fx.Node) -> frozenset[Hashable]:
     return frozenset(keys)
 
 
-def _cut(
-    groups: Sequence[Group], reasons: Sequence[Reason | None], order: Iterable[int], minimum: int
-) -> list[Segment]:
+def _cut(groups: Iterable[tuple[Group, Reason | None]], minimum: int) -> list[Segment]:
     """Cut an order where the colour changes; what is too small to capture turns eager."""
     segments: list[Segment] = []
-    for captured, run in itertools.groupby(order, key=lambda at: reasons[at] is None):
-        members: Segment = [(at, reasons[at]) for at in run]
-        count = sum(_launches(groups[at][0]) for at, _ in members)
+    for captured, run in itertools.groupby(groups, key=lambda group: group[1] is None):
+        members: Segment = list(run)
+        count = sum(_launches(group[0]) for group, _ in members)
         if captured and count < minimum:
-            members = [(at, _too_small(groups[at][0], count, minimum)) for at, _ in members]
+            members = [(group, _too_small(group[0], count, minimum)) for group, _ in members]
         if segments and (segments[-1][0][1] is None) == (members[0][1] is None):
             segments[-1].extend(members)
         else:
@@ -216,16 +198,6 @@ def _too_small(node: fx.Node, count: int, minimum: int) -> Reason:
     )
     fix = f"set min_partition_ops to {count}{' or less' if count > 1 else ''} to capture it"
     return Reason("too_small", str(node.target), detail, fix, line)
-
-
-def _apply(gm: fx.GraphModule, groups: Sequence[Group], segments: Sequence[Segment]) -> None:
-    if len(segments) > 1:
-        _reorder(gm, [node for segment in segments for at, _ in segment for node in groups[at]])
-    for index, segment in enumerate(segments):
-        tag = PartitionTag(index, captured=segment[0][1] is None)
-        for at, reason in segment:
-            for node in groups[at]:
-                set_tag(node, tag, reason if node is groups[at][0] else None)
 
 
 def _reorder(gm: fx.GraphModule, order: Iterable[fx.Node]) -> None:
