@@ -293,7 +293,7 @@ class Compilation:
         target = find_target(gm, self.options.driver)
         build = self._builder(compiler=compiler, target=target)
         if target.skip is not None:
-            return build.plainly(gm, example_inputs, target.skip)
+            return build.plainly(gm, example_inputs, skip=target.skip)
         context = PassContext(device=target.device, stage="graph", direction=direction)
         # What our passes put in is for partitions: Inductor has no lowering for `aten._to_copy`.
         original = copy_of(gm) if has_cpu_scalars(gm) else gm
@@ -315,14 +315,14 @@ class Compilation:
         if direction == "forward":
             self._saved = build.kinds
         if not any(tag.captured for tag in tags):
-            return build.uncaptured(original, example_inputs, reasons)
+            return build.plainly(original, example_inputs, reasons)
         if target.records:
             build.report(reasons)
         build.names = self._user_names(gm)
         output = gm.graph.output_node()
         build.visible = frozenset(range(output.meta.get(_NUM_RETURNED, len(graph_outputs(gm)))))
         if is_whole:
-            return build.whole(gm, example_inputs)
+            return build.whole(gm, example_inputs, otherwise)
         return build.partitioned(gm, otherwise)
 
     def _is_static(self, node: fx.Node) -> bool:

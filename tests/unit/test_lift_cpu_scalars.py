@@ -5,6 +5,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from cgpass.compile.facts.capturability import why_not_capturable
+from cgpass.compile.passes import lift_cpu_scalars
 from cgpass.compile.passes.base import PassContext, graph_text
 from cgpass.compile.passes.lift_cpu_scalars import LiftCpuScalars, move_constant
 from tests.graphs import CUDA, Spec, calls, cpu, fake_cuda, inference_graph, ints
@@ -13,14 +14,18 @@ aten = torch.ops.aten
 CONTEXT = PassContext(device=CUDA, stage="partition", direction="forward")
 
 
-def fake_move(constant, device):
-    with fake_cuda():
-        return torch.empty(constant.shape, dtype=constant.dtype, device=device)
+@pytest.fixture(autouse=True)
+def fake_move(monkeypatch):
+    def move(constant, device):
+        with fake_cuda():
+            return torch.empty(constant.shape, dtype=constant.dtype, device=device)
+
+    monkeypatch.setattr(lift_cpu_scalars, "move_constant", move)
 
 
 def lift(gm, **settings):
     """Lift, and tell if that changed anything."""
-    lifting = LiftCpuScalars(move=fake_move, **settings)
+    lifting = LiftCpuScalars(**settings)
     before = graph_text(gm)
     lifting.run(gm, CONTEXT)
     once = graph_text(gm)

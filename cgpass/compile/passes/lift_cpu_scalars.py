@@ -79,8 +79,7 @@ class LiftCpuScalars(Pass):
     - A constant of the graph is moved to the device now.
     - A tensor of one number (`full`, `scalar_tensor`, `zeros`) is made on the device.
 
-    Other copies from the CPU stay where they are. A scalar that the graph writes to before its last
-    reader is left alone.
+    Other copies from the CPU stay where they are, and so does what reads a scalar after the graph has written to it.
 
     Note [Scalars in aten's kernels]
         Given a scalar on the host, aten's kernels for half precision add, subtract and multiply
@@ -91,8 +90,6 @@ class LiftCpuScalars(Pass):
 
     name: ClassVar[str] = "lift_cpu_scalars"
 
-    move: Callable[[torch.Tensor, torch.device], torch.Tensor] = move_constant
-    """Moves a constant's values to the device."""
     aten_kernels: bool = False
     """Set if aten's kernels run captured partitions, not Inductor's, which read scalars alike wherever they lie."""
 
@@ -100,8 +97,7 @@ class LiftCpuScalars(Pass):
         """Rewrite `gm`."""
         if ctx.device.type == "cpu":
             return ()
-        lift = _Lift(gm, ctx.device, self)
-        if any([lift.scalars(), lift.copies()]):
+        if _Lift(gm, ctx.device, self.aten_kernels).run():
             gm.graph.eliminate_dead_code()
         return ()
 
@@ -109,11 +105,11 @@ class LiftCpuScalars(Pass):
 class _Lift:
     """One run over one graph."""
 
-    def __init__(self, gm: fx.GraphModule, device: torch.device, settings: LiftCpuScalars) -> None:
+    def __init__(self, gm: fx.GraphModule, device: torch.device, aten_kernels: bool) -> None:
         self._gm = gm
         self._graph = gm.graph
         self._device = device
-        self._settings = settings
+        self._aten_kernels = aten_kernels
         self._lifted: dict[fx.Node, fx.Node] = {}
         self._order = {node: position for position, node in enumerate(gm.graph.nodes)}
         self._written: dict[int, int] = {}
@@ -122,43 +118,31 @@ class _Lift:
                 for key in values.storage_keys(arg):
                     self._written.setdefault(key, position)
 
-    def scalars(self) -> bool:
-        """Let nodes read CPU scalars on the device, if these are all that keeps them from being captured."""
-        found: dict[fx.Node, list[fx.Node]] = {}
-        for node in self._graph.nodes:
-            scalars = list(filter(_is_cpu_tensor, node.all_input_nodes))
-            if not scalars or (self._settings.aten_kernels and _rounds(node, scalars)):
-                continue
-            reason = why_not_capturable(node, self._device)
-            if reason is not None and reason.code == "cpu_scalar":
-                for arg in scalars:
-                    found.setdefault(arg, []).append(node)
+    def run(self) -> bool:
+        """Let nodes read on the device what needs no copy from the CPU in every call, or is all that keeps them there."""
         changed = False
-        for source, readers in found.items():
-            if max(self._order[reader] for reader in readers) > self._first_write(source):
-                continue
-            changed, lifted = True, self._lift(source, readers[0])
-            for reader in readers:
-                reader.replace_input_with(source, lifted)
+        for node, position in self._order.items():
+            for source in self._needless(node):
+                if position > self._first_write(source):
+                    continue
+                changed, lifted = True, self._lift(source, node)
+                node.replace_input_with(source, lifted)
+                if node.target is prims.device_put.default:
+                    # Between one device Inductor makes nothing of it, and the caller would get the constant itself.
+                    node.target, node.args, node.kwargs = aten.clone.default, (lifted,), {}
         return changed
 
-    def copies(self) -> bool:
-        """Let nodes copy on the device what is there, and needs no copy from the CPU in every call."""
-        changed = False
-        for node in self._order:
-            if node.target not in _COPIES or LIFTED in node.meta or not node.all_input_nodes:
-                continue
-            source = node.all_input_nodes[0]
-            known = self._is_argument(source) or self._is_made_once(source)
-            written = self._order[node] > self._first_write(source)
-            if not known or written or not _is_cpu_tensor(source) or _is_cpu_tensor(node):
-                continue
-            changed, lifted = True, self._lift(source, node)
-            node.replace_input_with(source, lifted)
-            if node.target is prims.device_put.default:
-                # Between one device Inductor makes nothing of it, and the caller would get the constant itself.
-                node.target, node.args, node.kwargs = aten.clone.default, (lifted,), {}
-        return changed
+    def _needless(self, node: fx.Node) -> list[fx.Node]:
+        """CPU tensors that a node need not read."""
+        found = list(filter(_is_cpu_tensor, node.all_input_nodes))
+        if node.target in _COPIES:
+            if LIFTED in node.meta or _is_cpu_tensor(node):
+                return []
+            return [each for each in found if self._is_argument(each) or self._is_made_once(each)]
+        if not found or (self._aten_kernels and _rounds(node, found)):
+            return []
+        reason = why_not_capturable(node, self._device)
+        return found if reason is not None and reason.code == "cpu_scalar" else []
 
     def _lift(self, source: fx.Node, reader: fx.Node) -> fx.Node:
         """Return what stands for a CPU scalar on the device."""
@@ -191,7 +175,7 @@ class _Lift:
             return False
         if node.op == "placeholder" or self._is_made_once(node):
             return True
-        same = node.target in _EXACT or (not self._settings.aten_kernels and _is_pointwise(node))
+        same = node.target in _EXACT or (not self._aten_kernels and _is_pointwise(node))
         return same and all(
             self._order[node] < self._first_write(arg) and self._is_argument(arg)
             for arg in node.all_input_nodes
@@ -221,7 +205,7 @@ class _Lift:
         name = f"{stands_for.name}_on_{self._device.type}"
         while hasattr(self._gm, name):
             name += "_"
-        moved = self._settings.move(constant, self._device)
+        moved = move_constant(constant, self._device)
         self._gm.register_buffer(name, moved, persistent=False)
         with self._graph.inserting_before(stands_for):
             node = self._graph.get_attr(name)
