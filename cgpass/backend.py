@@ -288,7 +288,7 @@ class Compilation:
     def _compile_tensors(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], compiler: Compiler
     ) -> Boxed:
-        """As `_compile_graph`, for a graph that has neither pairs nor positions of them."""
+        """Do the work of `_compile_graph` for a graph that has neither pairs nor positions of them."""
         direction = compiler.direction
         target = find_target(gm, self.options.driver)
         build = self._builder(compiler=compiler, target=target)
@@ -330,7 +330,7 @@ class Compilation:
         return torch_private.input_position(node) in self._static
 
     def _user_names(self, gm: fx.GraphModule) -> dict[str, str]:
-        """Return what the user calls each input of a forward or inference graph, by placeholder name."""
+        """The user's names of inputs of a forward or inference graph, by placeholder name."""
         names: dict[str, str] = {}
         for node in gm.graph.find_nodes(op="placeholder"):
             position = torch_private.input_position(node)

@@ -41,15 +41,15 @@ class Options:
     """
 
     compiler: Literal["inductor", "eager"] = _choice("inductor", "eager")
-    """What makes a partition's kernels: Inductor, or the aten operators as they are."""
+    """The maker of a partition's kernels: Inductor, or the aten operators as they are."""
 
     driver: Literal["auto", "cuda", "simulated", "none"] = _choice(
         "auto", "cuda", "simulated", "none"
     )
-    """What records and replays; `auto`: `cuda` if the graph is on CUDA, else `none`."""
+    """The part that records and replays; `auto`: `cuda` if the graph is on CUDA, else `none`."""
 
     static_input_check: Literal["rerecord", "error", "off"] = _choice("rerecord", "error", "off")
-    """What a moved or replaced parameter does; `off` only where they provably never move. Another module that shares
+    """The effect of a moved or replaced parameter; `off` only where they provably never move. Another module that shares
     the code is no move."""
 
     max_recordings: int = _count(64, at_least=1)
@@ -76,7 +76,7 @@ class Options:
     """Operators that are never captured, as `ns::op` or `ns::op.overload`."""
 
     on_skip: Literal["warn", "raise", "silent"] = _choice("warn", "raise", "silent")
-    """What a partition that can't be captured does."""
+    """Warn, raise or be silent about a partition that can't be captured."""
 
     rng: Literal["exact", "paired"] = _choice("exact", "paired")
     """Random numbers as eager's own, or generator pairs with seeds of their own."""

@@ -250,7 +250,7 @@ class GraphBuilder:
         graph: int,
         otherwise: Sequence[int] = (),
     ) -> PartitionRunner:
-        """Return what runs a captured partition."""
+        """Make the runner of a captured partition."""
         named = f"{self.compiler.direction} {name}"
         communicates = any(map(is_collective, original.graph.nodes))
         owner = self.owner(self.target.device)

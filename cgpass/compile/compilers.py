@@ -122,7 +122,7 @@ class GraphCache:
         options: Options,
     ) -> None:
         self.key: str | None = None
-        """What AOTAutograd's cache is to add to its own key; None where it is to keep nothing."""
+        """An addition to AOTAutograd's own key; None where its cache is to keep nothing."""
         self._compile = compile_graph
         try:
             self.key = _key(gm, inputs, options)

@@ -65,7 +65,7 @@ def _as_traced(gm: fx.GraphModule, values: Iterable[tuple[int, object]]) -> tupl
 
 
 def outputs_as_traced(gm: fx.GraphModule) -> Callable[[Boxed], Boxed]:
-    """Has what a graph is compiled to, as a decorator, return outputs as it was traced.
+    """Decorate what a graph is compiled to, so that outputs lie as they were traced.
 
     Inductor does so for outputs that it computes, but may lay a view out anew.
     """
@@ -86,7 +86,7 @@ def outputs_as_traced(gm: fx.GraphModule) -> Callable[[Boxed], Boxed]:
 def inputs_as_traced(
     gm: fx.GraphModule, positions: Iterable[int]
 ) -> Callable[[list[Any]], list[Any]]:
-    """Has a call's list of inputs lie at `positions` as a graph was traced with."""
+    """Make a function that has inputs of a call at `positions` lie as a graph was traced with them."""
     inputs = gm.graph.find_nodes(op="placeholder")
     sizes_of, lay_out = _as_traced(gm, [(i, inputs[i]) for i in positions])
 
@@ -111,7 +111,7 @@ def laid_out_otherwise(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
 
 
 def _bindings(gm: fx.GraphModule) -> dict[sympy.Symbol, _Place]:
-    """Return where symbols are: inputs that are one first."""
+    """Find symbols among the inputs: inputs that are one first."""
     found = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     places: dict[sympy.Symbol, _Place] = {}
     for at, value in enumerate(found):

@@ -17,7 +17,7 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id
 Source: torch/csrc/autograd/graph_task.h, 2.11 to 2.15.
 """
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-"""Whether the running backward pass leaves its graph for another one (`retain_graph=True`).
+"""True if the running backward pass leaves its graph for another one (`retain_graph=True`).
 
 Source: torch/csrc/autograd/init.cpp, 2.11 to 2.15.
 """
@@ -48,7 +48,7 @@ def number_of(node: Any) -> int:
 
 
 def saved_on(node: Any) -> Iterator[Any]:
-    """Return what a node of an autograd graph saved: a `torch._C._autograd.SavedTensor` each."""
+    """Values that a node of an autograd graph saved: a `torch._C._autograd.SavedTensor` each."""
     for name in _raw_saved(type(node)):
         value = getattr(node, name)
         yield from value if isinstance(value, tuple) else (value,)
@@ -63,7 +63,7 @@ def saved_tensor(saved: Any) -> torch.Tensor | None:
 
 
 def unpack_hook(saved: Any) -> Any:
-    """Return what will give a saved tensor back, if hooks have packed it."""
+    """The hook that will give a saved tensor back, None if none has packed it."""
     return getattr(saved, "unpack_hook", None)
 
 

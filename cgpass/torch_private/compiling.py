@@ -15,7 +15,7 @@ restoring: contextvars.ContextVar[Any] = contextvars.ContextVar("restoring", def
 
 
 def traced_metadata() -> Any:
-    """Return what AOTAutograd knows of the graph that it compiles now, None outside of that."""
+    """AOTAutograd's metadata of the graph that it compiles now, None outside of that."""
     context = TracingContext.try_get()
     return None if context is None else context.fw_metadata
 

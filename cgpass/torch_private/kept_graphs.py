@@ -16,7 +16,7 @@ from cgpass.torch_private.training_graphs import knows_external_objects
 
 
 def told_by_no_key() -> tuple[Any, ...] | None:
-    """Return what a trace depends on beside what AOTAutograd's key has in every version, None if nothing is to be kept.
+    """List all that a trace depends on and AOTAutograd's key has not in every version, None if nothing is to be kept.
 
     Of decompositions and patterns that somebody changed it knows as little as AOTAutograd's own key.
 
@@ -79,7 +79,7 @@ def pickled(gm: torch.fx.GraphModule, *more: Any) -> bytes:
 
 
 def unpickled(data: bytes) -> tuple[Any, ...]:
-    """Return what `pickled` was given, in the fake mode of what is being compiled."""
+    """Undo `pickled`, in the fake mode of what is being compiled."""
     from torch.fx._graph_pickler import GraphPickler
 
     loads: Any = GraphPickler.loads

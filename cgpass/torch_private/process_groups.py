@@ -111,7 +111,7 @@ def _make(
 
 
 def finished_work() -> Any:
-    """Return what an operator of `c10d` returns for work that is done.
+    """Make the result that an operator of `c10d` has for work that is done.
 
     Source: torch/csrc/distributed/c10d/init.cpp, `FakeWork` and `Work.boxed`, 2.11 to 2.15.
     """

@@ -114,7 +114,7 @@ def _judge(query: _Query) -> Reason | None:
 
 
 def _fix(query: _Query, code: str) -> str:
-    """Return what to do about the operator itself where that is known, else about all that have the same reason."""
+    """Return the remedy for the operator itself where one is known, else that for its reason."""
     name = _short_name(query.op) if isinstance(query.op, torch._ops.OpOverload) else ""
     if code not in op_tables.OPERATOR_CODES and name != "lift_fresh_copy":
         return op_tables.FIXES[code]
@@ -127,7 +127,7 @@ def _fix(query: _Query, code: str) -> str:
 
 
 def op_name(node: fx.Node) -> str:
-    """Return what a node calls, as messages name it."""
+    """Name the operator that a node calls for messages."""
     op = values.called(node)[0]
     name = values.hop_name(node)
     if name is not None:
@@ -144,7 +144,7 @@ def _short_name(op: torch._ops.OpOverload) -> str:
 
 
 def _operator_names(target: object) -> frozenset[str]:
-    """Return what `unsafe_ops` may call an operator: `"ns::op"` and `"ns::op.overload"`."""
+    """Names of an operator in `unsafe_ops`: `"ns::op"` and `"ns::op.overload"`."""
     if isinstance(target, torch._ops.OpOverload):
         name = target._schema.name
         return frozenset({name, f"{name}.{target._overloadname}"})

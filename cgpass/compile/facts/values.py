@@ -56,7 +56,7 @@ def hop_name(node: fx.Node) -> str | None:
 
 
 def called(node: fx.Node) -> tuple[object, tuple[object, ...], Mapping[str, object]]:
-    """Return what a node calls, with which arguments: inside a wrapper that runs one operator, that one."""
+    """Return a node's operator and arguments; those inside a wrapper that runs one operator."""
     at = _OPERATOR_WRAPPERS.get(hop_name(node) or "")
     if at is not None and len(node.args) > at:
         kwargs = {k: v for k, v in node.kwargs.items() if k != "rng_state"}
@@ -80,7 +80,7 @@ def _any_inside(node: fx.Node, holds: Callable[[fx.Node], bool]) -> bool:
 
 
 def attribute(gm: torch.nn.Module, path: str) -> object:
-    """Return what `gm` holds at a dotted path, None where there is nothing."""
+    """Look up a dotted path in `gm`, None where there is nothing."""
     found: object = gm
     for part in path.split("."):
         found = getattr(found, part, None)
@@ -88,7 +88,7 @@ def attribute(gm: torch.nn.Module, path: str) -> object:
 
 
 def graph_outputs(gm: fx.GraphModule) -> tuple[Any, ...]:
-    """Return what a graph that returns a tuple returns: nodes and constants."""
+    """The outputs of a graph that returns a tuple: nodes and constants."""
     results: Any = gm.graph.output_node().args[0]
     return tuple(results)
 
@@ -176,7 +176,7 @@ def _writes_inputs(body: fx.GraphModule) -> bool:
 
 
 def argument(node: fx.Node, name: str) -> object:
-    """Return what a node passes for the argument `name`: its default if left out, None if unknown."""
+    """The value that a node passes for the argument `name`: its default if left out, None if unknown."""
     target, args, kwargs = called(node)
     if not isinstance(target, torch._ops.OpOverload):
         return kwargs.get(name)
@@ -207,7 +207,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """As `is_random`, tell if a call of an operator draws random numbers: dropout that drops nothing doesn't."""
+    """Tell if a call of an operator draws random numbers; dropout that drops nothing doesn't."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
     names = (argument.name for argument in func._schema.arguments)
@@ -257,7 +257,7 @@ def has_side_effect(node: fx.Node) -> bool:
 
 
 def _symbolic(node: fx.Node) -> list[Any]:
-    """What has symbols among a node's values."""
+    """The parts of a node's value that have symbols."""
     return [
         leaf
         for leaf in tree_leaves(node.meta.get("val"))

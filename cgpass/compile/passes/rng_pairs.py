@@ -177,9 +177,9 @@ class RngPairs:
     """Describes how a graph with pairs is called. See Note [Pairs of random operators]."""
 
     devices: tuple[torch.device, ...]
-    """Where each pair draws."""
+    """One for each pair, which draws there."""
     positions_at: int
-    """Where the positions stood among a forward graph's outputs or a backward graph's inputs."""
+    """Place of the positions among a forward graph's outputs or a backward graph's inputs."""
 
 
 @dataclass(frozen=True)
