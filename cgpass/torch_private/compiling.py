@@ -231,18 +231,3 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(module, name, before)
-
-
-def recomputes_unmarked(joint: torch.fx.GraphModule) -> bool:
-    """Tell if the split may recompute random operators that nothing marks, for a setting's or a region's memory budget.
-
-    Source: torch/_functorch/partitioners.py, `_get_memory_budget_annotation` and its readers, 2.11 to 2.15.
-    """
-    from torch._functorch import config
-
-    saves_all = config.activation_memory_budget >= 1.0 and config.ban_recompute_not_in_allowlist
-    if config.aggressive_recomputation or not saves_all:
-        return True
-    metas = [node.meta for node in joint.graph.nodes]
-    keys = (key for meta in metas for key in (*meta, *(meta.get("custom") or ())))
-    return any("memory_budget" in str(key) for key in keys)

@@ -33,7 +33,6 @@ PAIR = "cgpass_rng_pair"
 """Key of `node.meta`: a pair's number."""
 POSITIONS = "cgpass_rng_positions"
 """Key of `node.meta`: the node stands for the positions of the pairs' generators, which are on these devices."""
-_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def split_joint(
@@ -55,13 +54,11 @@ def split_joint(
     """
     nested = not joint_inputs  # the body of an `invoke_subgraph`
     random = [node for node in joint.graph.nodes if values.is_random(node)]
-    unmarked = torch_private.recomputes_unmarked(joint)
     traced_again = torch_private.uses_compiled_autograd()
     saved = set()
     for node in random:
-        again = unmarked or node.meta.get("recompute") in _RECOMPUTED
         has_no_pair = traced_again or (compiler == "inductor" and _is_on_cpu(node))
-        if (again and has_no_pair) or (_draws(node) and (nested or _needs_saving(node))):
+        if has_no_pair or (_draws(node) and (nested or _needs_saving(node))):
             saved.add(node.name)
             _save(node)
     fw, bw = torch_private.min_cut_partition(
