@@ -56,16 +56,6 @@ def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None
     )
 
 
-def traced_event(name: str) -> contextlib.AbstractContextManager[Any]:
-    """A block that is an event of the structured trace's timeline.
-
-    Source: torch/_dynamo/utils.py `chromium_event_timed`, 2.11 to 2.15.
-    """
-    from torch._dynamo.utils import chromium_event_timed
-
-    return chromium_event_timed(name)
-
-
 profiler_state: Any = torch.autograd.profiler
 """Has `_is_profiler_enabled`: whether `torch.profiler` records now, in whatever thread. Reading it takes 15 ns, the
 function `torch.autograd._profiler_enabled` 70 ns, and a range that nobody records 340 ns.
