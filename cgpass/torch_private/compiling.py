@@ -224,7 +224,7 @@ def min_cut_partition(
 
 @contextlib.contextmanager
 def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Have a module's global be another value inside."""
+    """Have an attribute, as a module's global, be another value inside."""
     before = getattr(module, name)
     setattr(module, name, value)
     try:

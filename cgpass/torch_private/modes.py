@@ -18,6 +18,8 @@ from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from cgpass.torch_private.compiling import replaced
+
 
 def see_to_calls(types: Iterable[type]) -> bool:
     """Tell if some of the types are those of tensors that see to calls themselves, as tensors around others do.
@@ -117,18 +119,12 @@ def in_forward_ad() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
-@contextlib.contextmanager
-def no_parametrize_cache() -> Iterator[None]:
+def no_parametrize_cache() -> contextlib.AbstractContextManager[None]:
     """A block in which weights are computed whenever they are read, though `torch.nn.utils.parametrize.cached()` is on.
 
     Source: torch/nn/utils/parametrize.py, `_cache_enabled`, 2.11 to 2.15.
     """
-    depth = parametrize._cache_enabled
-    parametrize._cache_enabled -= depth
-    try:
-        yield
-    finally:
-        parametrize._cache_enabled += depth
+    return replaced(parametrize, "_cache_enabled", 0)
 
 
 def has_default_saved_tensors_hooks() -> bool:
@@ -227,8 +223,7 @@ def mode_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if mode is None else mode
 
 
-@contextlib.contextmanager
-def no_data_dependence() -> Iterator[None]:
+def no_data_dependence() -> contextlib.AbstractContextManager[None]:
     """Have what is traced inside raise if it reads data or makes a size that depends on data.
 
     Source: torch/fx/experimental/symbolic_shapes.py `ShapeEnvSettings`, 2.11 to 2.15.
@@ -236,13 +231,8 @@ def no_data_dependence() -> Iterator[None]:
     context = TracingContext.try_get()
     env: Any = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
     if env is None:
-        yield
-        return
-    before = env.settings
-    env.settings = dataclasses.replace(
-        before, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False
+        return contextlib.nullcontext()
+    settings = dataclasses.replace(
+        env.settings, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False
     )
-    try:
-        yield
-    finally:
-        env.settings = before
+    return replaced(env, "settings", settings)
