@@ -41,15 +41,15 @@ class Options:
     """
 
     compiler: Literal["inductor", "eager"] = _choice("inductor", "eager")
-    """What makes a partition's kernels: Inductor, or the aten operators as they are."""
+    """The maker of a partition's kernels: Inductor, or the aten operators as they are."""
 
     driver: Literal["auto", "cuda", "simulated", "none"] = _choice(
         "auto", "cuda", "simulated", "none"
     )
-    """What records and replays; `auto`: `cuda` if the graph is on CUDA, else `none`."""
+    """The part that records and replays; `auto`: `cuda` if the graph is on CUDA, else `none`."""
 
     static_input_check: Literal["rerecord", "error", "off"] = _choice("rerecord", "error", "off")
-    """What a moved or replaced parameter does; `off` only where they provably never move. Another module that shares
+    """The effect of a moved or replaced parameter; `off` only where they provably never move. Another module that shares
     the code is no move."""
 
     max_recordings: int = _count(64, at_least=1)
@@ -76,7 +76,7 @@ class Options:
     """Operators that are never captured, as `ns::op` or `ns::op.overload`."""
 
     on_skip: Literal["warn", "raise", "silent"] = _choice("warn", "raise", "silent")
-    """What a partition that can't be captured does."""
+    """Warn, raise or be silent about a partition that can't be captured."""
 
     rng: Literal["exact", "paired"] = _choice("exact", "paired")
     """Random numbers as eager's own, or generator pairs with seeds of their own."""
@@ -108,20 +108,7 @@ class Options:
         return cls(**{**_defaults(), **_known(options or {})})
 
 
-REMOVED: Final = {
-    "max_static_sets": "max_recordings counts for each set of parameters and buffers",
-    "max_rerecords": "a parameter that moves is copied, up to max_copied_mib a call",
-    "num_warmup_calls": "one call without a graph comes before each recording",
-    "capture_policy": "what can be captured is; min_partition_ops leaves out small partitions",
-    "annotate_kernels": "torch.profiler names each partition's call",
-    "keep_graphs": "cgpass.explain lists the recordings with their causes",
-    "parameter_grads": "cgpass.train_step runs the whole step as one graph",
-}
-"""Options of before, and what is there instead."""
-
 _SPECS: Final = {spec.name: spec for spec in fields(Options)}
-
-
 _lock: Final = threading.RLock()  # a signal may come inside
 _overrides: Final[dict[str, Any]] = {}
 
@@ -220,8 +207,6 @@ def _from_text(variable: str, name: str, text: str) -> Any:
 
 def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:
     for name in options:
-        if name in REMOVED:
-            raise OptionError(f"cgpass: option {name!r} was removed: {REMOVED[name]}.")
         if name not in _SPECS:
             near = nearest(name, _SPECS)
             hint = f"did you mean {near!r}?" if near else f"known: {', '.join(_SPECS)}."

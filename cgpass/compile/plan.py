@@ -104,7 +104,7 @@ def plan_as_dict(plan: Plan, parts: Mapping[str, PartitionSummary]) -> dict[str,
 
 
 def outputs_made(gm: fx.GraphModule) -> tuple[str, ...]:
-    """Return what each output of a partition is, for messages: the node's name and the user's line."""
+    """Describe each output of a partition for messages: the node's name and the user's line."""
     made = []
     for value in graph_outputs(gm):
         line = user_line(value) if isinstance(value, fx.Node) else None
@@ -154,7 +154,7 @@ class Single:
         return cls(plan, last.run, moved)
 
     def infos(self) -> list[InputInfo]:
-        """What is known of each input of the graph, scalars on the device among them."""
+        """Facts about each input of the graph, scalars on the device among them."""
         known = dict(zip(self.plan.steps[-1].inputs, self.runner.layout.infos, strict=True))
         return [
             known.get(n) or InputInfo(f"number {n}", InputKind.COPIED)

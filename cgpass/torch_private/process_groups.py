@@ -111,22 +111,10 @@ def _make(
 
 
 def finished_work() -> Any:
-    """Return what an operator of `c10d` returns for work that is done.
+    """Make the result that an operator of `c10d` has for work that is done.
 
     Source: torch/csrc/distributed/c10d/init.cpp, `FakeWork` and `Work.boxed`, 2.11 to 2.15.
     """
     from torch._C import _distributed_c10d as c10d
 
     return getattr(c10d.Work, "boxed")(getattr(c10d, "FakeWork")())  # noqa: B009  in no stub
-
-
-@functools.cache
-def wait_tensor() -> Any:
-    """The operator that waits for a functional collective; None in a torch without them."""
-    import torch.distributed
-
-    if not torch.distributed.is_available():
-        return None
-    import torch.distributed._functional_collectives
-
-    return torch.ops._c10d_functional.wait_tensor.default

@@ -4,7 +4,6 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from cgpass import torch_private
 from cgpass.compile.facts.partition_tag import get_tag
 from cgpass.compile.passes.base import PassContext, graph_text, run_passes
 from cgpass.compile.passes.join_collectives import JoinCollectives
@@ -12,7 +11,7 @@ from cgpass.compile.passes.partition import Partition
 from cgpass.runtime.simulated import SimulatedDriver
 from tests.graphs import CUDA, fake_cuda_graph
 
-pytestmark = pytest.mark.skipif(torch_private.wait_tensor() is None, reason="no torch.distributed")
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
 collectives = torch.ops._c10d_functional
 GROUP = "0"
 
@@ -51,7 +50,7 @@ return add""",
 
 def waits_of(gm):
     """Where a wait is, and for what."""
-    wait = torch_private.wait_tensor()
+    wait = torch.ops._c10d_functional.wait_tensor.default
     return [(str(get_tag(n)), n.args[0].name) for n in gm.graph.nodes if n.target is wait]
 
 
@@ -95,7 +94,10 @@ def test_each_result_is_waited_for_where_it_was_started(fn, waits):
     gm = joined(fn, (4,), unsafe=unsafe)
     assert sorted(waits_of(gm)) == sorted(waits)
     if fn is returned:
-        assert gm.graph.output_node().args[0][0].target is torch_private.wait_tensor()
+        assert (
+            gm.graph.output_node().args[0][0].target
+            is torch.ops._c10d_functional.wait_tensor.default
+        )
 
 
 def test_simulated_recordings_communicate_with_nobody():

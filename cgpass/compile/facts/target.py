@@ -20,7 +20,7 @@ class Target:
 
     @property
     def driver(self) -> str | None:
-        """Return what records it there, "cuda" or "simulated"; None if nothing does."""
+        """The kind of driver that records there, "cuda" or "simulated"; None if nothing is recorded."""
         if not self.records:
             return None
         return "cuda" if self.device.type == "cuda" else "simulated"

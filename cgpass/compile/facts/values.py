@@ -56,7 +56,7 @@ def hop_name(node: fx.Node) -> str | None:
 
 
 def called(node: fx.Node) -> tuple[object, tuple[object, ...], Mapping[str, object]]:
-    """Return what a node calls, with which arguments: inside a wrapper that runs one operator, that one."""
+    """Return a node's operator and arguments; those inside a wrapper that runs one operator."""
     at = _OPERATOR_WRAPPERS.get(hop_name(node) or "")
     if at is not None and len(node.args) > at:
         kwargs = {k: v for k, v in node.kwargs.items() if k != "rng_state"}
@@ -80,7 +80,7 @@ def _any_inside(node: fx.Node, holds: Callable[[fx.Node], bool]) -> bool:
 
 
 def attribute(gm: torch.nn.Module, path: str) -> object:
-    """Return what `gm` holds at a dotted path, None where there is nothing."""
+    """Look up a dotted path in `gm`, None where there is nothing."""
     found: object = gm
     for part in path.split("."):
         found = getattr(found, part, None)
@@ -88,7 +88,7 @@ def attribute(gm: torch.nn.Module, path: str) -> object:
 
 
 def graph_outputs(gm: fx.GraphModule) -> tuple[Any, ...]:
-    """Return what a graph that returns a tuple returns: nodes and constants."""
+    """The outputs of a graph that returns a tuple: nodes and constants."""
     results: Any = gm.graph.output_node().args[0]
     return tuple(results)
 
@@ -137,19 +137,13 @@ def storage_keys(node: fx.Node) -> frozenset[int]:
     return frozenset(_storages(node))
 
 
-def _hint(size: int | torch.SymInt) -> int:
-    """A symbolic size's value while tracing, 0 where it depends on data."""
-    if isinstance(size, int):
-        return size
-    return int(size) if size.node.expr.is_number else int(size.node.hint or 0)
-
-
-def output_bytes(node: fx.Node) -> int:
-    """Return the bytes that a node allocates for its outputs, symbolic sizes by their values while tracing; views cost nothing."""
+def allocates(node: fx.Node) -> bool:
+    """Tell if an operator makes memory for its outputs; views don't."""
     if node.op != "call_function" or node.target is operator.getitem:
-        return 0
+        return False
     read = {key for arg in node.all_input_nodes for key in storage_keys(arg)}
-    return sum(_hint(s.nbytes()) for key, s in _storages(node).items() if key not in read)
+    made = (storage for key, storage in _storages(node).items() if key not in read)
+    return not all(symbolic_shapes.statically_known_true(s.nbytes() == 0) for s in made)
 
 
 def _nodes(value: object) -> Iterator[fx.Node]:
@@ -182,7 +176,7 @@ def _writes_inputs(body: fx.GraphModule) -> bool:
 
 
 def argument(node: fx.Node, name: str) -> object:
-    """Return what a node passes for the argument `name`: its default if left out, None if unknown."""
+    """The value that a node passes for the argument `name`: its default if left out, None if unknown."""
     target, args, kwargs = called(node)
     if not isinstance(target, torch._ops.OpOverload):
         return kwargs.get(name)
@@ -213,7 +207,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """As `is_random`, tell if a call of an operator draws random numbers: dropout that drops nothing doesn't."""
+    """Tell if a call of an operator draws random numbers; dropout that drops nothing doesn't."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
     names = (argument.name for argument in func._schema.arguments)
@@ -263,7 +257,7 @@ def has_side_effect(node: fx.Node) -> bool:
 
 
 def _symbolic(node: fx.Node) -> list[Any]:
-    """What has symbols among a node's values."""
+    """The parts of a node's value that have symbols."""
     return [
         leaf
         for leaf in tree_leaves(node.meta.get("val"))

@@ -1,1 +1,1 @@
-"""What is done to a graph before its partitions are compiled, one pass a module."""
+"""Rewrites of a graph before its partitions are compiled, one pass a module."""
