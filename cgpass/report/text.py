@@ -14,7 +14,7 @@ from cgpass.telemetry.reason import OTHER_FIXES, Reason, many
 WIDTH: Final = 100
 _LISTED: Final = 12
 """Findings that the text lists."""
-_ROW: Final = "    {:24} {:>6} {:>6} {:>8} {:>8} {:>10} {:>8} {:>9}"
+_ROW: Final = "    {:24} {:>6} {:>6} {:>8} {:>8} {:>10} {:>8} {:>12}"
 """Of the table of partitions; longer names have a line of their own."""
 NOTHING: Final = (
     "Nothing that cgpass compiled ran here. Either it is compiled for another backend, or torch.compile gave it up "
@@ -272,7 +272,7 @@ def table(graph: GraphReport) -> Iterator[str]:
     timed = any(part.device_ms is not None for part in graph.partitions)
     titles = ("partition", "runs", "ops", "calls", "replays", "copied", "recorded")
     if graph.partitions:
-        yield _ROW.format(*titles, "device" if timed else "").rstrip()
+        yield _ROW.format(*titles, "device/call" if timed else "").rstrip()
     for part in graph.partitions:
         name = " ".join(part.name.split())
         if len(name) > 24:
