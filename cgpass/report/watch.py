@@ -41,7 +41,7 @@ _TIMED: Final = 4096
 """Calls of partitions in a block from which on no more are timed."""
 _COMPARED: Final = 5
 """Calls that are timed with graphs, and without."""
-SIMULATED: Final = "cpu (simulated graphs: right in what they do, no measure of speed)"
+SIMULATED: Final = "cpu (simulated graphs: they show what is captured, not how fast it is)"
 
 
 @contextlib.contextmanager

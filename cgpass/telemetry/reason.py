@@ -29,7 +29,7 @@ OTHER_FIXES: Final = {
     "new_tensor": "write into it in place (copy_) instead of replacing it",
     "new_shape": "keep to a few sizes (pad), and pass a number that changes as a 0-dim tensor on the device",
     "graph_break": "do what torch hints at, in the report's words; TORCH_LOGS=graph_breaks shows more",
-    "recompiled": "keep dtypes, sizes and Python values the same from call to call; a few of each cost nothing later",
+    "recompiled": "keep dtypes, sizes and Python values the same from call to call; a few variants cost nothing later",
     "recompile_limit": "keep what changes from call to call the same, or make it a tensor; TORCH_LOGS=recompiles "
     "names each cause",
 }
