@@ -308,7 +308,7 @@ def test_a_break_takes_two_lines():
     costs = str(cgpass.explain(says, X)).partition("What costs most:\n")[2].splitlines()
     assert costs[:2] == [
         f"  1. {at(says)} in says: graph break: print can't be traced [graph_break]",
-        "     Do: print after it, or torch._dynamo.config.reorderable_logging_functions.add(print)",
+        "     Do: print after the call, or torch._dynamo.config.reorderable_logging_functions.add(print)",
     ]
     assert max(len(f"     Do: {fix}") for _, _, fix in breaks._KNOWN) <= 100
 

@@ -35,12 +35,12 @@ _KNOWN: Final = (
     (
         r"builtin operator `print`",
         "print can't be traced",
-        "print after it, or torch._dynamo.config.reorderable_logging_functions.add(print)",
+        "print after the call, or torch._dynamo.config.reorderable_logging_functions.add(print)",
     ),
     (
         r"logging\.Logger|[Ll]ogger",
         "a logger's method can't be traced",
-        "log outside of it, or add the method to torch._dynamo.config.ignore_logging_functions",
+        "log outside of the call, or add the method to torch._dynamo.config.ignore_logging_functions",
     ),
     (r"torch\._dynamo\.graph_break\(\)", "torch._dynamo.graph_break() is called", "remove it"),
     (
