@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import random
+import statistics
 import sys
 import time
 from collections import defaultdict
@@ -171,15 +172,11 @@ def _memory(runner: PartitionRunner) -> dict[str, Any]:
     return told
 
 
-@dataclasses.dataclass(frozen=True)
-class _Timed:
-    key: Key
-    begin: Any
-    end: Any
-    in_graph: bool
+_Timed = tuple[Key, Any, Any, bool]
+"""A call: of which partition, the events before and after it, and whether a graph made it."""
 
 
-class _Clock:
+class _Clock(contextlib.ExitStack):
     """Times on CUDA of a sample of periods, each from one call of a partition to its next one.
 
     In a period every call of a partition is timed, and what runs between them is part of it: so time inside graphs and
@@ -188,6 +185,7 @@ class _Clock:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.parts: dict[Key, float] = {}
         """Mean milliseconds of a call of each partition."""
         self.in_graphs = self.whole = 0.0
@@ -196,21 +194,17 @@ class _Clock:
         self._period: list[_Timed] = []
         self._periods: list[tuple[list[_Timed], Any]] = []
         self._random = random.Random(0)
-        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        self._stack.callback(telemetry.listen(self._add))
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._stack.close()
+        self.callback(telemetry.listen(self._add))
+        return super().__enter__()
 
     def _add(self, number: int, run: telemetry.GraphRun) -> None:
         if self._period:
             self._end_period(None)
         for each in live([run]):
             if each.owner is not None and each.owner.driver.device.type == "cuda":
-                self._stack.callback(each.wrap(functools.partial(self._wrapped, number)))
+                self.callback(each.wrap(functools.partial(self._wrapped, number)))
 
     def _wrapped(self, number: int, step: Step, run: Run) -> Run:
         stats = step.run.stats if isinstance(step.run, PartitionRunner) else CallStats()
@@ -230,12 +224,12 @@ class _Clock:
         if torch.cuda.is_current_stream_capturing() or (is_first and not stats.replays):
             return run(values)
         begin = _event()
-        if not is_first and key == period[0].key:
+        if not is_first and key == period[0][0]:
             self._end_period(begin)
             return run(values)
         settled = stats.warmups, stats.recordings
         result = run(values)
-        period.append(_Timed(key, begin, _event(), result[1] is not None))
+        period.append((key, begin, _event(), result[1] is not None))
         if settled != (stats.warmups, stats.recordings) or len(period) == _LONGEST:
             self._end_period(None)
         return result
@@ -260,13 +254,12 @@ class _Clock:
         times: dict[Key, list[float]] = defaultdict(list)
         for period, end in self._periods:
             end.synchronize()
-            self.whole += period[0].begin.elapsed_time(end)
-            for each in period:
-                each.end.synchronize()
-                took = each.begin.elapsed_time(each.end)
-                times[each.key].append(took)
-                self.in_graphs += took * each.in_graph
-        self.parts = {key: sum(each) / len(each) for key, each in times.items()}
+            self.whole += period[0][1].elapsed_time(end)
+            for key, begin, after, in_graph in period:
+                after.synchronize()
+                times[key].append(took := begin.elapsed_time(after))
+                self.in_graphs += took * in_graph
+        self.parts = {key: statistics.fmean(each) for key, each in times.items()}
 
 
 def _event() -> Any:
