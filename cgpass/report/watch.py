@@ -243,7 +243,7 @@ class _Clock(contextlib.ExitStack):
             self._periods.append((self._period, end))
         self._ended += 1
         self._timed += len(self._period)
-        periods = min(self._ended, _SPACING)
+        periods = min(self._ended**2, _SPACING)
         self._skips = self._random.randrange(2 * len(self._period) * periods)
         if self._timed >= _TIMED:
             self._skips = sys.maxsize
