@@ -72,11 +72,10 @@ def _report(
     clock: "_Clock",
 ) -> Report:
     """Report what came after a moment; until then torch had noted some graph breaks and compilations."""
-    after, graphs, owners = telemetry.now(), list[GraphReport](), dict[int, Owner]()
+    after, graphs = telemetry.now(), list[GraphReport]()
     for number, (summary, runs) in telemetry.graph_runs().items():
         if calls := after.calls.get(number, 0) - before.calls.get(number, 0):
             graphs.append(_graph(number, summary, runs, calls, before, clock))
-            owners.update((id(each.owner), each.owner) for each in live(runs) if each.owner)
     met, left = graph_breaks(breaks, graphs)
     left = [*left_to_eager(notes), *left]
     known = {place_of(each.line) for each in left}
@@ -85,7 +84,8 @@ def _report(
         for each, counts in after.others.items()
         if (was := before.others.get(each, (0, 0, 0)))[0] < counts[0]
     }
-    pools = [n for owner in owners.values() if (n := owner.driver.pool_bytes()) is not None]
+    sizes = [owner.driver.pool_bytes() for owner in owners(before)]
+    pools = [each for each in sizes if each is not None]
     on_cuda = torch.cuda.is_initialized()  # asking for the name would do that
     simulated = "simulated" in ({g.driver for g in graphs} - {None} or {Options.parse(None).driver})
     return Report(
@@ -105,7 +105,7 @@ def _report(
         counters=telemetry.grown(after.counters, before.counters),
         native=native.loader.status,
         pool_bytes=sum(pools) if pools else None,
-        graphs_ms=clock.in_graphs if clock.whole else None,
+        graphs_ms=min(clock.in_graphs, clock.whole) if clock.whole else None,  # of two streams
         device_ms=clock.whole or None,
     )
 
@@ -113,6 +113,15 @@ def _report(
 def live(runs: Iterable[telemetry.GraphRun]) -> list[Executor]:
     """Executors of a graph that still live."""
     return [each for run in runs if isinstance(each := run.live(), Executor)]
+
+
+def owners(before: telemetry.Moment) -> list[Owner]:
+    """Owners of graphs that live, and were called since."""
+    calls, found = telemetry.now().calls, dict[int, Owner]()
+    for number, (_, runs) in telemetry.graph_runs().items():
+        if calls.get(number, 0) > before.calls.get(number, 0):
+            found.update((id(each.owner), each.owner) for each in live(runs) if each.owner)
+    return list(found.values())
 
 
 def _graph(
@@ -268,10 +277,10 @@ def _event() -> Any:
     return event
 
 
-def compared(call: Callable[[], object], owners: Iterable[Owner]) -> tuple[float, float]:
+def compared(call: Callable[[], object]) -> tuple[float, float]:
     """Mean milliseconds of a call with CUDA graphs and without; the latter are not counted."""
     ms = _mean_ms(call)
-    changed = [owner for owner in owners if not owner.plain]
+    changed = [owner for owner in owners(telemetry.Moment()) if not owner.plain]
     runs = [run for _, found in telemetry.graph_runs().values() for run in found]
     counting = [
         each for run in runs for each in (run.tally, *(p.stats for p in run.parts.values()))

@@ -21,7 +21,6 @@ from cgpass.telemetry.reason import OTHER_FIXES, OTHER_OPTIONS, Reason
 from cgpass.telemetry.summaries import GraphSummary
 
 _HOST_READ: Final = op_tables.FIXES["host_read"]
-_LEAVE_IT: Final = "leave it: torch compiles what is called there by itself"
 _KNOWN: Final = (
     (r"Tensor\.backward\(\) call", "the backward is called", "leave it: it has its own graphs"),
     (r"`Optimizer\.zero_grad`", "gradients are cleared", "leave it: it launches little"),
@@ -55,12 +54,8 @@ Source: torch/_dynamo/graph_break_registry.json, `GraphCompileReason`, 2.11 to 2
 """
 _NO_HELP: Final = re.compile("an issue|caused by an earlier graph break|graph break is fundamental")
 """Hints that are none to users."""
-_SEE: Final = "TORCH_LOGS=graph_breaks shows more"
-_CALLED: Final = "or put what can be compiled into functions of its own"
 _LOOP: Final = "or loop over an nn.ModuleList in a forward of your own: torch compiles none of its own containers alone"
 _OPERATOR: Final = re.compile(r"(?<=Operator )`(aten\.(\w+)\.\w+)`")
-_STEP: Final = "step_unsupported"
-"""What torch says where it compiles what is before a line and leaves all from there on to eager."""
 _TORCH: Final = os.path.dirname(torch.__file__) + os.sep
 _MODULES: Final = os.path.dirname(torch.nn.modules.__file__)
 _PYTHON: Final = sysconfig.get_path("stdlib") + os.sep
@@ -68,7 +63,6 @@ _OURS: Final = str(Path(__file__).parents[2]) + os.sep
 _INSTALLED: Final = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _LENGTH: Final = 160
 """Of the words of torch's own that are shown."""
-_AT_LIMIT: Final = "recompile limit exceeded"
 _LIMIT: Final = re.compile(r"exceeding the (\w+) .*currently set to (\d+)")
 _SETTING: Final = re.compile(r"torch\._dynamo\.config\.\w+ = \w+")
 _GUARD: Final = re.compile(
@@ -92,7 +86,7 @@ def graph_break_of(gm: fx.GraphModule) -> Reason | None:
     if found is None or not getattr(found, "graph_break", False):
         return None
     stack = list(getattr(found, "user_stack", None) or ())
-    if str(found.reason) == _STEP:
+    if str(found.reason) == "step_unsupported":  # all from there on is left to eager
         return _cut_short(stack[-1] if stack else None)
     return _of_stack(str(found.reason), stack)
 
@@ -110,8 +104,8 @@ def reason_of(text: str, line: str | None) -> Reason:
     lines = [each.strip() for each in text.strip().splitlines()]
     detail = next(filter(None, lines), "torch says no more").partition(". ")[0][:_LENGTH]
     hints = [each.removeprefix("Hint: ") for each in lines if each.startswith("Hint: ")]
-    fix = next((hint for hint in hints if not _NO_HELP.search(hint)), _SEE)
-    fix = fix.partition(". ")[0][:_LENGTH]
+    fix = next((hint for hint in hints if not _NO_HELP.search(hint)), "")
+    fix = fix.partition(". ")[0][:_LENGTH] or "TORCH_LOGS=graph_breaks shows more"
     known = ((cause, fix) for pattern, cause, fix in _KNOWN if re.search(pattern, text))
     detail, fix = next(known, (detail, fix))
     operator = _OPERATOR.search(text)
@@ -125,7 +119,8 @@ def reason_of(text: str, line: str | None) -> Reason:
 def given_up(text: str, line: str | None, rest: str | None = None) -> Reason:
     """A graph break that Dynamo can't go on behind, so that `rest` is left to eager."""
     reason = reason_of(text, line)
-    return replace(reason, fix=f"{reason.fix}; {_CALLED}", rest=rest)
+    fix = f"{reason.fix}; or put what can be compiled into functions of its own"
+    return replace(reason, fix=fix, rest=rest)
 
 
 def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
@@ -137,7 +132,8 @@ def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
     detail, fix, rest = reason.detail, reason.fix, _left_by_torch(stack)
     if frame is not last:
         detail += f", in {_library_file(last.filename)}:{last.lineno}"
-        fix = _LEAVE_IT if "torch._dynamo.graph_break()" in text else fix
+        if "torch._dynamo.graph_break()" in text:
+            fix = "leave it: torch compiles what is called there by itself"
     elif len(users) > 1:
         detail += f", reached from {_place(users[0])}"
     return replace(reason, detail=detail, fix=fix if rest is None else f"{fix}; {_LOOP}", rest=rest)
@@ -301,7 +297,7 @@ def _last(notes: Iterable[Any]) -> dict[Function, Any]:
 
 
 def _is_at_limit(compilation: Any) -> bool:
-    return _AT_LIMIT in (compilation.fail_reason or "")
+    return "recompile limit exceeded" in (compilation.fail_reason or "")
 
 
 def _described(function: Function, compilation: Any) -> Reason:
