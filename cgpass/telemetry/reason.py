@@ -176,7 +176,9 @@ class CallReasons:
 
 def _new(code: str, name: str, line: str | None, count: int, calls: int) -> Reason:
     many_calls = f"{count} of {many(calls, 'call')}"
-    detail = f"{NEW[code]} in {many_calls}: such calls warm up, or are recorded each"
+    detail = (
+        f"{NEW[code]} in {many_calls}: such calls run without a graph, or make a recording each"
+    )
     fix = OTHER_FIXES[code]
     if code == "new_tensor" and name.endswith(".grad"):
         fix = "keep gradients where they lie: zero_grad(set_to_none=False), so that backwards add to them"

@@ -320,7 +320,7 @@ def _at_limit(compilation: Any, rest: str) -> Reason:
     if cause.startswith(_OTHER_BACKEND):
         why, fix = ", the last time since backend or options were others", OTHER_OPTIONS
     often = f"{times} times, as often as torch._dynamo.config.{option} allows"
-    detail = f"it was compiled {often}{why}. Calls that fit nothing compiled run in eager"
+    detail = f"it was compiled {often}{why}. Calls that fit none of these run in eager"
     return Reason("recompile_limit", "", detail, fix, line, rest)
 
 
