@@ -29,7 +29,7 @@ OTHER_FIXES: Final = {
     "new_tensor": "write into it in place (copy_) instead of replacing it",
     "new_shape": "keep to a few sizes (pad), and pass a number that changes as a 0-dim tensor on the device",
     "graph_break": "do what torch hints at, in the report's words; TORCH_LOGS=graph_breaks shows more",
-    "recompiled": "keep dtypes, sizes and Python values the same from call to call; a few of each cost nothing later",
+    "recompiled": "keep dtypes, sizes and Python values the same from call to call; a few variants cost nothing later",
     "recompile_limit": "keep what changes from call to call the same, or make it a tensor; TORCH_LOGS=recompiles "
     "names each cause",
 }
@@ -176,7 +176,9 @@ class CallReasons:
 
 def _new(code: str, name: str, line: str | None, count: int, calls: int) -> Reason:
     many_calls = f"{count} of {many(calls, 'call')}"
-    detail = f"{NEW[code]} in {many_calls}: such calls warm up, or are recorded each"
+    detail = (
+        f"{NEW[code]} in {many_calls}: such calls run without a graph, or make a recording each"
+    )
     fix = OTHER_FIXES[code]
     if code == "new_tensor" and name.endswith(".grad"):
         fix = "keep gradients where they lie: zero_grad(set_to_none=False), so that backwards add to them"

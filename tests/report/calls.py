@@ -173,11 +173,11 @@ CALLS = {
     ),
     "new_tensor": (
         replaced,
-        "is a new tensor in 11 of 12 calls: such calls warm up, or are recorded each",
+        "is a new tensor in 11 of 12 calls: such calls run without a graph, or make a recording each",
     ),
     "new_shape": (
         of_a_new_shape_each,
-        "has another value or layout in 11 of 12 calls: such calls warm up, or are recorded each",
+        "has another value or layout in 11 of 12 calls: such calls run without a graph, or make a recording each",
     ),
 }
 """Code: what provokes it, and the reason's detail."""

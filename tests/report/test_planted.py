@@ -113,7 +113,7 @@ PLANTED = {
         lambda: calls(prints, X),
         prints,
         "graph break: print can't be traced [graph_break]",
-        "print after the compiled function, or torch._dynamo.config.reorderable_logging_functions.add(print)",
+        "print after the call, or torch._dynamo.config.reorderable_logging_functions.add(print)",
     ),
     "dtype": (
         lambda: calls(chain_of_two, X, X.double()),
@@ -147,7 +147,7 @@ PLANTED = {
         Counts.forward,
         (
             "it was compiled 8 times, as often as torch._dynamo.config.recompile_limit allows; the guard that failed last: "
-            "self.calls == 7. Calls that fit nothing compiled run in eager [recompile_limit]"
+            "self.calls == 7. Calls that fit none of these run in eager [recompile_limit]"
         ),
         "keep what changes from call to call the same, or make it a tensor",
     ),

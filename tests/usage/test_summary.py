@@ -199,7 +199,7 @@ def test_the_recompile_limit_is_named(fn, place):
     many_options(fn, X)
     said = (
         "it was compiled 8 times, as often as torch._dynamo.config.recompile_limit allows, the last time since backend or "
-        "options were others. Calls that fit nothing compiled run in eager"
+        "options were others. Calls that fit none of these run in eager"
     )
     head, *lines = cgpass.summary().splitlines()
     assert head.endswith(" eager (0 operators) (8 times)")
