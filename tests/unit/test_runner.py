@@ -287,6 +287,23 @@ def test_a_recording_that_went_while_another_one_was_moved_is_left_alone():
     assert [t.tolist() for t in held] == [[3, 3], [3, 3], [4, 4], [4, 4]]
 
 
+def test_a_written_input_that_is_moved_to_make_room_is_written_where_it_lies_then():
+    owner = Owner(SimulatedDriver())
+    make = runner(lambda x: [x * 3, x * 2], COPIED, owner=owner)
+    write = runner(lambda w: [w.add_(1) * 3], STATIC, owner=owner, mutated={0})
+    for _ in range(2):
+        call(make, X)
+    first = make.run([X])[0][1]
+    address = first.data_ptr()
+    for n in (3, 4):
+        assert call(write, first) == [[3 * n, 3 * n]]
+    make.forget_recordings()  # its next result lies where the first one lay, and is younger than the recording there
+    second = make.run([X])[0][1]
+    assert (second.data_ptr() == address, first.data_ptr() == address) == (True, False)
+    assert call(write, second) == [[9, 9]]
+    assert (first.tolist(), second.tolist()) == ([4, 4], [3, 3])
+
+
 def test_what_is_too_large_to_be_copied_is_named_once_and_no_warm_up_for_ever(caplog):
     def warned(run, calls):
         caplog.clear()
