@@ -166,11 +166,6 @@ class PartitionRunner:
         owner.add(self)
         native.loader.start(options.progress)
 
-    @property
-    def owns_outputs(self) -> bool:
-        """True if users own what they get, so that whoever calls `run` copies it. See Note [Calls from several threads]."""
-        return self.owner.several_threads or self.options.outputs == "owned"
-
     def run(self, args: list[Any]) -> tuple[Sequence[Any], Recording | None]:
         """Run one call, which empties the list of its inputs; returns its outputs, and the recording that made them.
 
