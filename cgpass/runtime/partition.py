@@ -118,8 +118,6 @@ class PartitionRunner:
     """Outputs that other partitions or the backward read; to be set before the first call."""
     written: frozenset[int] = field(default=frozenset(), init=False)
     """Inputs that plain calls and recordings turned out to write, where nobody told."""
-    failure: str | None = field(default=None, init=False)
-    """Why the partition is captured no more."""
 
     def __post_init__(self, infos: Sequence[InputInfo]) -> None:
         self._traced_as, self.name = self.name, self.source.of(self.name)
@@ -144,27 +142,33 @@ class PartitionRunner:
             finds_writes=self.check_layout,
             stats=self.stats,
         )
-        self._said: set[str] = set()
         self._last: tuple[ShapeKey, bytes, list[Recording]] | None = None
         """Key and recordings of the last replay of what lay in place."""
         self._draws: list[int] = []
         """Of this call's key: see `Seen.draws`."""
         self._due: Sequence[Seen] = ()
         """Keys to be remembered at the end of this call, when it is known how far their operators draw."""
-        self._refusal: str | None = None
-        """What calls that would record raise, if `on_skip` is "raise"."""
-        self._first_slot = self._largest = self._unseen = 0
-        """Pools before this one do not suit (see `move_apart`); bytes that move of the largest call recorded; calls
-        since the last recording whose key was new, for a warning."""
-        self._tried_anew = False
         self._here = threading.local()
         """True if this thread ran a call without a graph: libraries keep handles for each thread."""
         self._started = 0.0
         """When the last capture began."""
         self._warm_up_ms: float | None = None
         """Host time of the last call without a graph, since the last recording."""
+        self._start_anew()
         owner.add(self)
         native.loader.start(options.progress)
+
+    def _start_anew(self) -> None:
+        """Know of no failures, and of nothing that was said or recorded."""
+        self.failure: str | None = None
+        """Why the partition is captured no more."""
+        self._refusal: str | None = None
+        """What calls that would record raise, if `on_skip` is "raise"."""
+        self._first_slot = self._largest = self._unseen = 0
+        """Pools before this one do not suit (see `move_apart`); bytes that move of the largest call recorded; calls
+        since the last recording whose key was new, for a warning."""
+        self._tried_anew = False
+        self._said: set[str] = set()
 
     def run(self, args: list[Any]) -> tuple[Sequence[Any], Recording | None]:
         """Run one call, which empties the list of its inputs; returns its outputs, and the recording that made them.
@@ -540,14 +544,11 @@ class PartitionRunner:
         """Drop every recording; the next calls warm up again, and what failed is tried again, unless the owner is closed."""
         self._close(self.table.clear())
         self._inputs.forget()
-        self._first_slot = 0
         if self.owner.closed:
             return
         if self.on_failure is not None and (self.failure or self._refusal):
             self.on_failure.forget()
-        self.failure = self._refusal = None
-        self._tried_anew = False
-        self._said.clear()
+        self._start_anew()
 
     # ---- captures that fail
 

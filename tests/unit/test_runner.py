@@ -353,6 +353,18 @@ def test_what_moves_now_and_then_is_not_said_to_move_in_every_call(moves, caplog
     assert not warnings(caplog)
 
 
+def test_moves_before_a_release_do_not_count_after_it(caplog):
+    run = runner(lambda x, w: [x * w], COPIED, STATIC, max_copied_mib=0)
+    w, kept = X.clone(), []
+    for number in range(4):
+        if number == 2:
+            run.owner.release()
+        kept.append(w.data)
+        run.run([X, w])
+        w.data = X.clone()
+    assert not warnings(caplog)
+
+
 def test_what_is_recorded_stays_known_however_many_keys_came_since():
     run = runner(lambda x, n: [x * n], COPIED, SYMINT)
     for n in (*range(2100), 0, 1, 1, 0):
@@ -389,6 +401,16 @@ def test_what_shares_memory_with_what_is_written_says_that_and_not_a_size(caplog
     (record,) = caplog.records
     assert "can't be copied, since an input that is written shares memory" in record.getMessage()
     assert "max_copied_mib" not in record.getMessage()
+
+
+def test_smaller_sizes_give_way_to_larger_ones_after_a_release_as_before():
+    run = runner(lambda x, n: [x * n], COPIED, SYMINT)
+    for _ in range(2):
+        for size in (8, 8, 80, 80):
+            call(run, torch.ones(size), size)
+        (recording,) = run.table.all()
+        assert recording.copied_bytes == 80 * 4
+        run.owner.release()
 
 
 def test_pending_calls_are_counted_for_each_set_of_storages_at_one_place():
