@@ -345,5 +345,5 @@ class Compilation:
         """The owner of this function's recordings."""
         if self._owner is None:
             driver = SimulatedDriver(device) if device.type == "cpu" else CUDADriver(device)
-            self._owner = Owner(driver, max_pending_calls=self.options.max_pending_calls)
+            self._owner = Owner(driver, self.options)
         return self._owner
