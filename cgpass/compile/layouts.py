@@ -40,7 +40,7 @@ class _Traced:
         self._strides = functools.lru_cache(self._find_strides)
 
     def sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """Return what the strides depend on, of a call's inputs."""
+        """Return the sizes of a call's inputs that the strides depend on."""
         return tuple(
             [args[at] if dim is None else args[at].shape[dim] for at, dim in self._places.values()]
         )
@@ -113,7 +113,7 @@ def laid_out_otherwise(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
 
 
 def _bindings(gm: fx.GraphModule) -> dict[sympy.Symbol, _Place]:
-    """Return where symbols are: inputs that are one first."""
+    """Return the inputs that hold each symbol: inputs that are one first."""
     found = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     places: dict[sympy.Symbol, _Place] = {}
     for at, value in enumerate(found):

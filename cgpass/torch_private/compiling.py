@@ -12,7 +12,7 @@ restoring: contextvars.ContextVar[Any] = contextvars.ContextVar("restoring", def
 
 
 def traced_metadata() -> Any:
-    """Return what AOTAutograd knows of the graph that it compiles now, None outside of that."""
+    """Return AOTAutograd's metadata of the graph that it compiles now, None outside of that."""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()

@@ -14,7 +14,7 @@ from cgpass.torch_private.training_graphs import knows_external_objects
 
 
 def told_by_no_key() -> tuple[Any, ...] | None:
-    """Return what a trace depends on beside what AOTAutograd's key has in every version, None if nothing is to be kept.
+    """Return the state that a trace depends on and AOTAutograd's key may lack, None if nothing is to be kept.
 
     Of decompositions and patterns that somebody changed it knows as little as AOTAutograd's own key.
 
@@ -80,7 +80,7 @@ def pickled(gm: torch.fx.GraphModule, *more: Any) -> bytes:
 
 
 def unpickled(data: bytes) -> tuple[Any, ...]:
-    """Return what `pickled` was given, in the fake mode of what is being compiled."""
+    """Return the object that `pickled` was given, in the fake mode of the current compilation."""
     from torch._guards import TracingContext
     from torch.fx._graph_pickler import GraphPickler
 

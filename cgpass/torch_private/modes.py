@@ -238,7 +238,7 @@ def mode_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def no_data_dependence() -> Iterator[None]:
-    """Have what is traced inside raise if it reads data or makes a size that depends on data.
+    """Make tracing inside raise if it reads data or makes a size that depends on data.
 
     Source: torch/fx/experimental/symbolic_shapes.py `ShapeEnvSettings`, 2.11 to 2.15.
     """

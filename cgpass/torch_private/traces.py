@@ -24,7 +24,7 @@ def _writes_a_trace(handler: logging.Handler) -> bool:
 
 
 def current_trace_id() -> Any:
-    """Return what traces list the compilation that runs now under, None outside of one."""
+    """Return the id under which traces list the current compilation, None outside of one."""
     from torch._guards import CompileContext
 
     return CompileContext.current_trace_id()

@@ -21,7 +21,7 @@ from cgpass.telemetry.reason import OTHER_FIXES, OTHER_OPTIONS, Reason
 from cgpass.telemetry.summaries import GraphSummary
 
 _HOST_READ: Final = op_tables.FIXES["host_read"]
-_LEAVE_IT: Final = "leave it: torch compiles what is called there by itself"
+_LEAVE_IT: Final = "leave it: torch compiles the function called there by itself"
 _KNOWN: Final = (
     (r"Tensor\.backward\(\) call", "the backward is called", "leave it: it has its own graphs"),
     (r"`Optimizer\.zero_grad`", "gradients are cleared", "leave it: it launches little"),
@@ -56,7 +56,7 @@ Source: torch/_dynamo/graph_break_registry.json, `GraphCompileReason`, 2.11 to 2
 _NO_HELP: Final = re.compile("an issue|caused by an earlier graph break|graph break is fundamental")
 """Hints that are none to users."""
 _SEE: Final = "TORCH_LOGS=graph_breaks shows more"
-_CALLED: Final = "or put what can be compiled into functions of its own"
+_CALLED: Final = "or move the code that can be compiled into its own function"
 _LOOP: Final = "or loop over an nn.ModuleList in a forward of your own: torch compiles none of its own containers alone"
 _OPERATOR: Final = re.compile(r"(?<=Operator )`(aten\.(\w+)\.\w+)`")
 _STEP: Final = "step_unsupported"
@@ -269,7 +269,7 @@ def left_to_eager(before: Sequence[Any]) -> list[Reason]:
 
 
 def recompiled(before: Sequence[Any]) -> list[Reason]:
-    """Why functions that cgpass compiles were compiled once more: the last cause at each line, and how often."""
+    """List the recompilations of functions that cgpass compiles: the last cause at each line, and how often."""
     old, found = set(map(id, before)), dict[str, Reason]()
     for each in torch_private.compilations():
         text, is_new = each.recompile_reason, id(each) not in old and torch_private.is_ours(each)
@@ -286,7 +286,7 @@ def recompiled(before: Sequence[Any]) -> list[Reason]:
 
 def _where(function: Function) -> str:
     if len(function) == 1:
-        return "a function without a line of its own"
+        return "a function whose line is unknown"
     file, line, name = function
     if file.endswith(_WRAPPER):
         return "modules of torch's own classes, as nn.Sequential (they count as one function)"
@@ -344,7 +344,7 @@ def _at_limit(compilation: Any, rest: str) -> Reason:
     if cause.startswith(_OTHER_BACKEND):
         why, fix = ", the last time since backend or options were others", OTHER_OPTIONS
     often = f"{times} times, as often as torch._dynamo.config.{option} allows"
-    detail = f"it was compiled {often}{why}. Calls that fit nothing compiled run in eager"
+    detail = f"it was compiled {often}{why}. Calls that no compiled version fits run in eager"
     return Reason("recompile_limit", "", detail, fix, line, rest)
 
 

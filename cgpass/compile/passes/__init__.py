@@ -1,1 +1,1 @@
-"""What is done to a graph before its partitions are compiled, one pass a module."""
+"""Passes that rewrite a graph before its partitions are compiled, one pass a module."""

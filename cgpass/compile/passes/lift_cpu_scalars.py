@@ -163,7 +163,7 @@ class _Lift:
         return changed
 
     def _lift(self, source: fx.Node, reader: fx.Node) -> fx.Node:
-        """Return what stands for a CPU scalar on the device."""
+        """Return the node that replaces a CPU scalar on the device."""
         if source in self._lifted:
             return self._lifted[source]
         value = _like(source.meta["val"], device=self._device)

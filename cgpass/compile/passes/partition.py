@@ -215,7 +215,7 @@ def _kinds(node: fx.Node) -> Iterator[str]:
 
 
 def _memory(node: fx.Node) -> frozenset[Hashable]:
-    """Return what a node's value lies in: its storages, or the attribute if tracing left no value."""
+    """Return the memory of a node's value: its storages, or the attribute if tracing left no value."""
     keys = values.storage_keys(node)
     if not keys and node.op == "get_attr":
         return frozenset([str(node.target)])
@@ -299,7 +299,7 @@ def find_order(problem: OrderingProblem, max_memory_increase: float = 0.05) -> t
 
 
 def count_switches(problem: OrderingProblem, order: Sequence[int]) -> int:
-    """Return how often the colour changes along `order`."""
+    """Return the number of colour changes along `order`."""
     colours = [problem.captured[node] for node in order]
     return sum(a != b for a, b in itertools.pairwise(colours))
 
@@ -339,7 +339,7 @@ class _Memory:
 
 
 def _drain(problem: OrderingProblem, start: bool, limit: float) -> tuple[int, ...] | None:
-    """Run what is ready and fits of a colour, in original order, then switch; None if stuck."""
+    """Run the ready nodes of one colour that fit, in original order, then switch; None if stuck."""
     successors: list[list[int]] = [[] for _ in range(len(problem))]
     for node, before in enumerate(problem.predecessors):
         for predecessor in dict.fromkeys(before):
