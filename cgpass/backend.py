@@ -56,13 +56,17 @@ def cgpass(
     mode: str | None = None,
     name: str | None = None,
 ) -> Callable[..., Any]:
-    """The backend behind `torch.compile(..., backend="cgpass")`.
+    """Compile one graph of Dynamo; the backend behind `torch.compile(..., backend="cgpass")`.
+
+    Examples:
+        >>> compiled = torch.compile(torch.nn.Linear(4, 4), backend=cgpass.cgpass)  # or backend="cgpass"
+        >>> compiled(torch.randn(2, 4)).sum().backward()
 
     Args:
         gm: Dynamo's graph.
         example_inputs: Its inputs, fake or real.
         options: Fields of `cgpass.Options`.
-        mode: Must be left out: Inductor's modes choose Inductor's own CUDA graphs.
+        mode: Leave it out: Inductor's modes choose Inductor's own CUDA graphs.
         name: Given by newer torch versions, for messages only.
 
     Returns:
@@ -94,7 +98,7 @@ def cgpass(
 
 
 def parse_options(options: Mapping[str, Any] | Options | None) -> Options:
-    """Read what `torch.compile` was given; an option that is Inductor's raises `OptionError` with where it belongs."""
+    """Read the options given to `torch.compile`; for an option of Inductor's `OptionError` says where it belongs."""
     given = options if isinstance(options, Mapping) else {}
     strangers = given.keys() - {spec.name for spec in dataclasses.fields(Options)}
     known = torch_private.inductor_option_names() if strangers else ()
@@ -127,9 +131,17 @@ def _check_names(options: Options) -> None:
 def reset() -> None:
     """Free every recording of this process; `torch.compiler.reset()` calls it too.
 
-    What another thread is just calling is freed when it is called again. Compiled functions stay usable: their next calls warm up and record again. `cgpass.summary()` begins anew, with the
-    graphs that are compiled or called from now on and the graph breaks of their functions; functions at torch's limit on
-    compilations stay named, since they stay in eager until `torch.compiler.reset()`. `cgpass.counters()` go on.
+    Examples:
+        >>> compiled = torch.compile(torch.nn.Linear(4, 4), backend="cgpass")
+        >>> compiled(torch.randn(2, 4)).sum().backward()
+        >>> cgpass.reset()
+        >>> cgpass.summary()
+        'no graph was compiled'
+
+    Compiled functions stay usable: their next calls warm up and record again. A function that another thread is calling
+    frees its recordings in its next call. `cgpass.summary()` starts again, with graphs that are compiled or called from now
+    on. Functions that reached torch's recompile limit stay listed, since they run in eager until `torch.compiler.reset()`.
+    `cgpass.counters()` are not reset.
     """
     telemetry.begin_summary()
     for each in torch_private.graph_breaks():
@@ -330,7 +342,7 @@ class Compilation:
         return torch_private.input_position(node) in self._static
 
     def _user_names(self, gm: fx.GraphModule) -> dict[str, str]:
-        """The user's names of inputs of a forward or inference graph, by placeholder name."""
+        """Return the user's name of each input of a forward or inference graph, by placeholder name."""
         names: dict[str, str] = {}
         for node in gm.graph.find_nodes(op="placeholder"):
             position = torch_private.input_position(node)

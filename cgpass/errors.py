@@ -2,27 +2,27 @@
 
 
 class CGPassError(Exception):
-    """Base class of whatever cgpass itself raises.
+    """Base class of all errors that cgpass itself raises.
 
-    What is raised while `torch.compile` compiles arrives wrapped, as Dynamo wraps every backend's errors:
-    `torch._dynamo.exc.BackendCompilerFailed`, with the error as `__cause__` or `inner_exception`.
+    While `torch.compile` compiles, Dynamo wraps every backend's errors in `torch._dynamo.exc.BackendCompilerFailed`, with
+    the error as `__cause__` or `inner_exception`.
     """
 
 
 class OptionError(CGPassError, ValueError):
-    """An option's name or value is not one that cgpass knows."""
+    """An option has an unknown name or a bad value."""
 
 
 class DriverUnavailableError(CGPassError, RuntimeError):
-    """The driver that was asked for can't run here (no CUDA, or the graph lives on another device)."""
+    """The requested driver can't run here (no CUDA, or the graph is on another device)."""
 
 
 class InputError(CGPassError, TypeError):
-    """A call's input is of a kind that a CUDA graph can't take, or a sealed wrapper was misused."""
+    """A CUDA graph can't take an input of a call, or a wrapper is called otherwise than before."""
 
 
 class OutputError(CGPassError, TypeError):
-    """A function returned what a replay can't hand out as it is."""
+    """A function returned a value that a replay can't return as it is."""
 
 
 class StaticInputMovedError(CGPassError, RuntimeError):
@@ -30,11 +30,11 @@ class StaticInputMovedError(CGPassError, RuntimeError):
 
 
 class CaptureError(CGPassError, RuntimeError):
-    """A partition could not be captured and `on_skip="raise"` forbids running it plainly."""
+    """A partition could not be captured, and `on_skip="raise"` forbids running it without a graph."""
 
 
 class StagingError(CGPassError, RuntimeError):
-    """An input can't be given the memory that a recording reads; never raised at a user, the partition runs plainly."""
+    """An input can't be put into the memory that a recording reads. Users never see it: the partition runs without a graph."""
 
 
 class PassError(CGPassError, RuntimeError):
@@ -42,7 +42,7 @@ class PassError(CGPassError, RuntimeError):
 
 
 class ExpectationError(CGPassError, AssertionError):
-    """Inside `cgpass.expect` something happened more or less often than was said."""
+    """Inside `cgpass.expect` a counter grew by another amount than expected."""
 
 
 class VerificationError(CGPassError, AssertionError):
@@ -50,7 +50,7 @@ class VerificationError(CGPassError, AssertionError):
 
 
 class ReportError(CGPassError, ValueError):
-    """A report can't be read, since it is none or of another version, or can't be written as asked."""
+    """A report can't be read (not a report, or of another version), or can't be written."""
 
 
 class DoubleBackwardError(CGPassError, RuntimeError):
@@ -66,15 +66,15 @@ class DoubleBackwardError(CGPassError, RuntimeError):
 
 
 class CheckpointArgumentError(CGPassError, ValueError):
-    """`cgpass.checkpoint` was called with what it can't take."""
+    """`cgpass.checkpoint` was called with an argument that it can't take."""
 
 
 class CheckpointError(CGPassError, RuntimeError):
-    """A checkpoint's recomputation differs from its forward, or was asked for what it can't give."""
+    """A checkpoint's recomputation differs from its forward, or can't give a tensor again."""
 
 
 class RNGTrackerError(CGPassError, LookupError):
-    """A name that an `RNGStatesTracker` doesn't have or has already, or a state, seed or moment it can't take."""
+    """An `RNGStatesTracker` has no such name or has it already, or it can't take a state or seed, or not now."""
 
 
 class GraphedArgumentError(CGPassError, ValueError):
@@ -82,7 +82,7 @@ class GraphedArgumentError(CGPassError, ValueError):
 
 
 class ScheduleError(CGPassError, ValueError):
-    """The order of forwards and backwards given to `cgpass.make_graphed_callables` is none that can be run."""
+    """The order of forwards and backwards given to `cgpass.make_graphed_callables` can't be run."""
 
 
 class HookError(CGPassError, TypeError):
@@ -90,4 +90,4 @@ class HookError(CGPassError, TypeError):
 
 
 class GraphedBackwardError(CGPassError, RuntimeError):
-    """A backward of a graphed callable can't be replayed, and what it would take to run it plainly is gone."""
+    """A backward of a graphed callable can't be replayed, and can't run without a graph either."""

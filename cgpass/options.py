@@ -33,59 +33,63 @@ def _count(default: int, *, at_least: int) -> Any:
 class Options:
     """Settings of one compiled function; immutable, comparable and hashable.
 
-    Built directly, fields that are left out have the defaults below. `Options.parse`, which
-    `torch.compile(..., options={...})` goes through, starts from the process-wide defaults.
+    Examples:
+        >>> options = cgpass.Options(outputs="owned", max_recordings=8)
+        >>> compiled = torch.compile(torch.sin, backend="cgpass", options={"outputs": "owned", "max_recordings": 8})
+
+    Built directly, fields that you leave out have the defaults below. `torch.compile(..., options={...})` starts from the
+    process-wide defaults instead (`Options.parse`).
 
     Raises:
-        OptionError: A field's value is not one of those allowed.
+        OptionError: A field has a value that is not allowed.
     """
 
     compiler: Literal["inductor", "eager"] = _choice("inductor", "eager")
-    """The maker of a partition's kernels: Inductor, or the aten operators as they are."""
+    """Who makes a partition's kernels: Inductor, or aten operators as they are."""
 
     driver: Literal["auto", "cuda", "simulated", "none"] = _choice(
         "auto", "cuda", "simulated", "none"
     )
-    """The part that records and replays; `auto`: `cuda` if the graph is on CUDA, else `none`."""
+    """Records and replays graphs; `auto`: `cuda` if the graph is on CUDA, else `none`."""
 
     static_input_check: Literal["rerecord", "error", "off"] = _choice("rerecord", "error", "off")
-    """The effect of a moved or replaced parameter; `off` only where they provably never move. Another module that shares
-    the code is no move."""
+    """What to do when a parameter moved or was replaced. Use `off` only if parameters provably never move. Another
+    module that shares the code does not count."""
 
     max_recordings: int = _count(64, at_least=1)
-    """Recordings that a partition keeps for one set of parameters and buffers: of different sizes, and of calls whose
-    backward is due."""
+    """Recordings that a partition keeps for one set of parameters and buffers: for different sizes, and for calls that
+    wait for their backward."""
 
     max_copied_mib: int = _count(64, at_least=0)
-    """A call whose parameters and buffers lie at new places copies them, if they are at most so many MiB; else it runs
-    without a graph."""
+    """A call copies parameters and buffers that lie at new addresses, up to this many MiB; above that it runs without a
+    graph."""
 
     outputs: Literal["shared", "owned"] = _choice("shared", "owned")
     """`shared`: outputs live in the graph's pool and are copied out only if still alive when it is reused.
     `owned`: every output is a copy."""
 
     max_pending_calls: int = _count(16, at_least=1)
-    """Calls of one function whose results must stay where they lie (forwards whose backward is to come) before more of
-    them run without a graph. Each gets memory of its own."""
+    """Calls of one function that may wait for their backward, each with memory of its own; further ones run without a
+    graph."""
 
     min_partition_ops: int = _count(4, at_least=1)
-    """Where something in a graph can't be captured, the partitions around it that hold fewer operators that do work on the
-    device run without a graph, too; views don't count. A graph that is one partition is captured whatever its size."""
+    """Where something in a graph can't be captured, partitions around it with fewer operators that do work on the device
+    run without a graph, too; views don't count. A graph that is one partition is captured whatever its size."""
 
     unsafe_ops: tuple[str, ...] = ()
     """Operators that are never captured, as `ns::op` or `ns::op.overload`."""
 
     on_skip: Literal["warn", "raise", "silent"] = _choice("warn", "raise", "silent")
-    """Warn, raise or be silent about a partition that can't be captured."""
+    """What to do with a partition that can't be captured."""
 
     rng: Literal["exact", "paired"] = _choice("exact", "paired")
-    """Random numbers as eager's own, or generator pairs with seeds of their own."""
+    """`exact`: eager's own random numbers. `paired`: generator pairs with their own seeds."""
 
     progress: Literal["auto", "off"] = _choice("auto", "off")
-    """A line that tells of compilations and recordings that take long; `auto`: where stderr is a terminal."""
+    """Shows a line while a compilation or recording takes long; `auto`: if stderr is a terminal."""
 
     inductor: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Inductor config patches for the partitions."""
+    """Settings of Inductor for the partitions."""
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -114,13 +118,12 @@ _overrides: Final[dict[str, Any]] = {}
 
 
 class set_defaults:  # noqa: N801  called as a function
-    """Change the defaults of every function compiled from now on in this process.
+    """Change the defaults of every function that is compiled from now on in this process.
 
-    Used as a statement the change stays; as `with cgpass.set_defaults(...):`, which gives the new defaults, the values
-    from before come back at the end of the block. A function is compiled by its first call and by calls that compile it
-    anew (of another shape, say), not where `torch.compile` stands: the defaults of that moment count, so make
-    these calls within the block, or give `options=`, which stay with the function. `options=` of `torch.compile` goes
-    before these defaults, and these go before the environment variables `CGPASS_<OPTION>`.
+    As a statement, the change stays. As `with cgpass.set_defaults(...):`, the block gets the new defaults, and the old ones
+    return at its end. A function reads them when it compiles: in its first call and when it recompiles (for another shape,
+    say), not at `torch.compile`. Make these calls inside the block, or pass `options=`, which stay with the function.
+    `options=` wins over these defaults, which win over the environment variables `CGPASS_<OPTION>`.
 
     Examples:
         >>> with cgpass.set_defaults(driver="none") as options:
@@ -184,7 +187,7 @@ def _from_environment() -> dict[str, Any]:
 @functools.cache
 def _warn_of(unknown: str) -> None:
     log.warning(
-        "cgpass: environment variables that are no options are ignored: %s; options are %s followed by one of %s",
+        "cgpass: unknown environment variables are ignored: %s; options are %s followed by one of %s",
         unknown,
         _ENV_PREFIX,
         ", ".join(name.upper() for name in _SPECS),

@@ -50,10 +50,10 @@ log = logging.getLogger(__name__)
 
 _FIRST: Final = "the first call of a variant"
 _RAISED: Final = "the call raised an error"
-_NEW_STATE: Final = "the optimizer has other groups, parameters or state tensors than before; one call makes them known"
-_NEW_NUMBER: Final = (
-    "{} has another value than before; each change costs one call, but of learning rates"
+_NEW_STATE: Final = (
+    "the optimizer has other groups, parameters or state tensors than before; this costs one call"
 )
+_NEW_NUMBER: Final = "{} changed; each change costs one call, except that of a learning rate"
 _FOREIGN: Final = "something else than the optimizer's parameters gets gradients; freeze, detach or give it to an optimizer of the step"
 _IN_TURN: Final = "not all of it can be captured, see cgpass.explain(loss_fn, batch); the optimizer's step is a graph of its own"
 _ITS_LINE: Final = "cgpass.explain(loss_fn, batch) names the line"
@@ -73,7 +73,7 @@ def train_step(
     accumulate: int = 1,
     options: _Options = None,
 ) -> "TrainStep":
-    """Make a whole training step a function that replays as one CUDA graph.
+    """Turn a whole training step into a function that replays as one CUDA graph.
 
     Examples:
         >>> model = torch.nn.Linear(8, 1)
@@ -86,17 +86,17 @@ def train_step(
         (tensor(True), None)
 
     Args:
-        loss_fn: Called with what the step is called with; a function or a module. Returns the loss, a tensor of one
-            element, or the loss and something else, whose tensors are handed out detached.
-        optimizer: Of torch.optim, or several. With `fused=True` or `capturable=True` its step is part of the graph; others
-            run in pieces.
-        max_norm: Gradients are clipped to this norm, over all optimizers' parameters (`clip_grad_norm_`).
-        scaler: A `torch.amp.GradScaler`, updated once an update.
-        accumulate: Calls to one update; gradients add up in `.grad`, and nothing is divided.
+        loss_fn: A function or a module; the step passes its own arguments to it. It returns the loss, a tensor of one
+            element, or the loss and something else, whose tensors the step returns detached.
+        optimizer: One optimizer of torch.optim, or several. With `fused=True` or `capturable=True` its step is part of the
+            graph; others run in pieces.
+        max_norm: Clip gradients to this norm, over all optimizers' parameters (`clip_grad_norm_`).
+        scaler: A `torch.amp.GradScaler`; each update updates it once.
+        accumulate: Calls for one update. Gradients add up in `.grad`, and nothing is divided.
         options: As for `torch.compile(..., backend="cgpass")`.
 
     Returns:
-        What runs a step. After an update `.grad` is None.
+        A function that runs a step. After an update `.grad` is None.
 
     Raises:
         OptionError: A bad value.
@@ -131,7 +131,16 @@ def _is_number(value: object, kind: Any) -> bool:
 
 
 class TrainStep:
-    """Runs training steps; made by `cgpass.train_step`."""
+    """Runs training steps; made by `cgpass.train_step`.
+
+    Examples:
+        >>> model = torch.nn.Linear(8, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        >>> step = cgpass.train_step(lambda x: model(x).square().mean(), optimizer, max_norm=1.0)
+        >>> losses = [step(torch.ones(4, 8)) for _ in range(5)]
+        >>> step.later_calls  # all but the first, which runs in pieces
+        4
+    """
 
     def __init__(
         self, loss_fn: Callable[..., Any], update: "_Update", accumulate: int, options: _Options
@@ -291,7 +300,9 @@ class TrainStep:
         if self._too_often:
             call.why = call.why or _TOO_OFTEN
         elif call.met is None and not call.graphs:
-            call.why = call.why or "Dynamo compiles nothing of it, or nothing in it requires grad"
+            call.why = (
+                call.why or "Dynamo compiled none of the loss, or nothing in it requires grad"
+            )
         if call.met is None or self._too_often:
             return
         training, args, returned = call.met
@@ -548,7 +559,7 @@ class _Update:
                 if name not in _NO_NUMBERS:
                     found[n, name] = number = _by_value(value)
                     if number is ...:
-                        return f"{_number_name((n, name))} holds a tensor, or something else than numbers"
+                        return f"{_number_name((n, name))} is a tensor, or not a number"
         if self.scaler is not None:
             for name in ("growth_factor", "backoff_factor", "growth_interval"):
                 found[f"the scaler's {name}"] = getattr(self.scaler, f"get_{name}")()
@@ -586,7 +597,7 @@ def _why_never(
     if len(layout.differentiable) != 1:
         return f"{len(layout.differentiable)} results of the loss require grad; detach all but the loss"
     if returned[layout.differentiable[0]] is not loss or loss.numel() != 1:
-        return "the loss is no tensor of one element that requires grad"
+        return "the loss is not a tensor of one element that requires grad"
     if not update.has([args[n] for n in wanted]):
         return _FOREIGN
     for fn in (forward, backward):
@@ -666,9 +677,7 @@ class _Whole:
             self._looks = -1
         self._contents = contents
         if 0 in fast.requiring_grad(self._leaves):
-            return (
-                "a parameter was frozen, which torch 2.11 does not notice; torch.compiler.reset()"
-            )
+            return "a parameter was frozen, which torch 2.11 does not notice; call torch.compiler.reset()"
         if update.looks != self._looks and not update.has(self._leaves):
             return _FOREIGN
         self._looks = update.looks
@@ -699,7 +708,7 @@ class _Whole:
         return outputs
 
     def lines(self) -> list[str]:
-        """Return what the graph reads and is recorded for, and why calls ran without it."""
+        """Return lines on the graph's inputs and key, and on why calls ran without it."""
         stats, update = self._runner.stats, self._update
         if not stats.calls:
             return []
@@ -726,7 +735,7 @@ class _Whole:
         return returned if update.max_norm is None else [*returned, update.grad_norm]
 
     def _gradients(self, inputs: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
-        """Return what the forward returns, and gradients as autograd would put them into `.grad`."""
+        """Return the forward's results, and gradients as autograd would put them into `.grad`."""
         layout, scaler = self._layout, self._update.scaler
         with torch_private.autocast_off():
             outputs = list(self._forward(inputs))

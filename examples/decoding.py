@@ -1,4 +1,4 @@
-"""Greedy decoding with a static KV cache: the prompt runs plainly, each further token is one replay.
+"""Greedy decoding with a static KV cache: the prompt runs without a graph, each further token is one replay.
 
 The cache is made once and reset between prompts. It stays where it lies, so that one recording serves all of them; a
 new cache would be recorded anew.

@@ -1,4 +1,4 @@
-"""From a graph to one callable: compiles each partition and joins them, or runs all of it without CUDA graphs and says so."""
+"""Make a graph one callable: compile its partitions and join them, or run all of it without CUDA graphs and say so."""
 
 import contextlib
 import logging
@@ -250,7 +250,7 @@ class GraphBuilder:
         graph: int,
         otherwise: Sequence[int] = (),
     ) -> PartitionRunner:
-        """Make the runner of a captured partition."""
+        """Return the runner of a captured partition."""
         named = f"{self.compiler.direction} {name}"
         communicates = any(map(is_collective, original.graph.nodes))
         owner = self.owner(self.target.device)

@@ -111,7 +111,7 @@ def laid_out_otherwise(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
 
 
 def _bindings(gm: fx.GraphModule) -> dict[sympy.Symbol, _Place]:
-    """Find symbols among the inputs: inputs that are one first."""
+    """Return the inputs that hold each symbol: inputs that are one first."""
     found = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     places: dict[sympy.Symbol, _Place] = {}
     for at, value in enumerate(found):

@@ -104,7 +104,7 @@ def plan_as_dict(plan: Plan, parts: Mapping[str, PartitionSummary]) -> dict[str,
 
 
 def outputs_made(gm: fx.GraphModule) -> tuple[str, ...]:
-    """Describe each output of a partition for messages: the node's name and the user's line."""
+    """Return a description of each output of a partition, for messages: the node's name and the user's line."""
     made = []
     for value in graph_outputs(gm):
         line = user_line(value) if isinstance(value, fx.Node) else None

@@ -76,7 +76,7 @@ class TrainingCall:
         self._backward = fn
 
     def around(self, compiled: Callable[..., Any], gm: fx.GraphModule) -> Callable[..., Any]:
-        """Wrap what AOTAutograd made of Dynamo's graph, to call it the shorter way where that is possible."""
+        """Return the callable that replaces AOTAutograd's wrapper of Dynamo's graph."""
         if self._num_forwards != 1 or self._layout is None or torch_private.handles_subclasses(gm):
             return _noted(compiled) if self._num_forwards else compiled
 

@@ -33,12 +33,12 @@ def make_graphed_callables(
     modules: Sequence[Any] = (),
     options: GraphedOptions | Mapping[str, Any] | None = None,
 ) -> Any:
-    """Record forward and backward of modules or functions as CUDA graphs, and return what replays them.
+    """Record forward and backward of modules or functions as CUDA graphs, and return callables that replay them.
 
     All graphs share one memory pool. They are recorded in the order in which they will run: all forwards, then the
-    backwards in reverse, or `GraphedOptions.order`. Calls that come in another order give the same numbers and cost
-    copies. Host code does not run on a replay: what a callable reads from anything but tensor arguments, parameters
-    and buffers is frozen, autocast settings included.
+    backwards in reverse, or `GraphedOptions.order`. Calls in another order give the same numbers and cost copies. Host code
+    does not run on a replay: values that a callable reads from anything but tensor arguments, parameters and buffers are
+    frozen, autocast settings included.
 
     Examples:
         >>> layer = cgpass.make_graphed_callables(torch.nn.Linear(4, 2), (torch.randn(3, 4),))
@@ -49,26 +49,25 @@ def make_graphed_callables(
 
     Args:
         callables: A module, a function, or a tuple of them.
-        sample_args: Arguments of one call, as a tuple; for a tuple of callables one such tuple each (with an order:
-            each chunk, microbatch and layer). Nested structures and values that are no tensors are taken; the latter
-            must be the same in every call. `requires_grad` must be as in the calls, and so must be which arguments are
-            one tensor.
+        sample_args: The arguments of one call, as a tuple. For a tuple of callables, one such tuple each (with an order: each
+            chunk, microbatch and layer). Nested structures and values that are not tensors are allowed; such values must be
+            the same in every call. `requires_grad` must be as in the calls, and so must be which arguments are the same
+            tensor.
         sample_kwargs: Keyword arguments in the same way.
-        modules: Those that a function uses: their parameters get gradients, and where these lie, their buffers and
-            their modes are looked at. For a tuple of callables one such sequence each. A module, or a method of one,
-            names itself.
+        modules: The modules that a function uses. Their parameters get gradients; calls check addresses of parameters and
+            buffers, and modes. For a tuple of callables one such sequence each. Not needed for a module or a method of one.
         options: Everything else; see `GraphedOptions`.
 
     Returns:
         A function for each function and a module for each module (a shallow copy of a subclass, which shares parameters,
         buffers and submodules), or a function for each sample if there is an order; a tuple if `callables` is one. Each
-        has `reset()`, which frees its graphs until the next call, and `close()`, for good. What is in another mode
-        (training or eval) than it was recorded in runs without a graph.
-        **Lifetime:** what they return, and gradients, is the caller's own: no later call changes it.
+        has `reset()`, which frees its graphs until the next call, and `close()`, for good. In another mode (training or eval)
+        than recorded it runs without a graph.
+        **Lifetime:** results and gradients are the caller's own: no later call changes them.
 
     Raises:
         GraphedArgumentError: Callables or samples can't be used.
-        ScheduleError: The order can't be run, or there are not as many samples as it takes.
+        ScheduleError: The order can't be run, or samples are missing for it.
         OptionError: An unknown option or a bad value.
         HookError: A hook returned something.
         CaptureError: A callable can't be captured; random number states, gradients and buffers are as before.
@@ -207,7 +206,7 @@ def _record(
 def _each(
     what: str, given: Any, kinds: tuple[type, ...], several: bool, count: int | None = None
 ) -> list[Any]:
-    """Return what was given, for each callable or sample."""
+    """Return the given values, one for each callable or sample."""
     found = given if several else [given]
     fits = isinstance(found, tuple | list) and all(isinstance(each, kinds) for each in found)
     if not fits or (count is not None and len(found) != count):
@@ -231,7 +230,7 @@ def _device(samples: Any, targets: Sequence[Target]) -> torch.device:
 
 
 def _owner(options: GraphedOptions, device: torch.device) -> Owner | None:
-    """Return what records; None if nothing is to be recorded."""
+    """Return the owner of the recordings; None if nothing is to be recorded."""
     pool = getattr(options.pool, "id", options.pool)
     try:
         driver = driver_for(options.driver, device, pool=pool, stream=options.stream)

@@ -68,14 +68,14 @@ class Binding:
         return [tensors[i] for i in self._distinct]
 
     def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Return what is in the places of the sample's tensors."""
+        """Return the arguments in the places of the sample's tensors."""
         if len(args) == self._num_tensors and not kwargs:
             return list(args)
         leaves, spec = _flattened(args, kwargs)
         if spec != self._spec:
             raise InputError(
-                f"{self._name}: called with arguments of another structure than the sample's. Expected {self._spec}, got "
-                f"{spec}. Call it just as the sample does, dictionaries' keys in the same order."
+                f"{self._name}: its arguments have another structure than the sample's. Expected {self._spec}, got "
+                f"{spec}. Call it as the sample does, with the keys of dictionaries in the same order."
             )
         for i, value in self._constants:
             if not equal(leaves[i], value):

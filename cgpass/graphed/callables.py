@@ -132,7 +132,7 @@ class GraphedFunction:
         why = self._why_plain()
         tensors = self.binding.bind(args, kwargs) if why is None else None
         if tensors is None:
-            why = why or "other arguments are one tensor than in the sample"
+            why = why or "in the sample, other arguments were the same tensor"
             return self._run_plainly(why, args, kwargs)
         with owner.lock:
             owner.enter_call()
@@ -145,7 +145,7 @@ class GraphedFunction:
         return self._run_plainly(why, args, kwargs)
 
     def _settings_now(self) -> tuple[Any, ...]:
-        """Return what is in the graph of the settings around a call."""
+        """Return the settings around a call that a graph would freeze."""
         tracker, kind = self.options.rng_tracker, self.binding.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return dtype, tracker and tracker.current
@@ -153,7 +153,7 @@ class GraphedFunction:
     def _why_plain(self) -> str | None:
         """Why a call can't be replayed with settings and modules as they are; None if it can."""
         if _is_watched():
-            return "a transform, a tracer or a dispatch mode, which would not see a replay, is on"
+            return "a transform, a tracer or a dispatch mode is active, and would not see a replay"
         if self._settings_now() != self._settings:
             return "it was recorded under other autocast settings, or in another fork of its rng_tracker"
         if torch.is_grad_enabled() and not self.with_grad:
@@ -162,7 +162,7 @@ class GraphedFunction:
             self.find_statics()
         elif not self.statics.unchanged():
             changes = self.statics.changes()
-            return f"{changes} changed since it was recorded (reset() has it recorded again)"
+            return f"{changes} changed since it was recorded (reset() makes it record again)"
         return None
 
     def _pair(self, owner: Owner) -> tuple[Pair | None, list[torch.Tensor]]:
@@ -228,7 +228,7 @@ class GraphedFunction:
         self.structure = structure
 
     def refusal(self, why: str) -> GraphedArgumentError:
-        """Return what is raised where it can't be recorded."""
+        """Return the error for a callable that can't be recorded."""
         return GraphedArgumentError(f"make_graphed_callables: {self.name} {why}.")
 
     # ---- end
@@ -259,7 +259,7 @@ class GraphedFunction:
         return _itself, (self.ungraphed,)
 
     def backward_dw(self) -> None:
-        """Make what the oldest backward that lacks it left out: the weights' gradients, added to their `.grad`.
+        """Compute the weights' gradients that the oldest backward left out, and add them to `.grad`.
 
         A backward that ran without a graph is the callable's own to complete.
         """

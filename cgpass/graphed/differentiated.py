@@ -74,7 +74,7 @@ class Differentiated:
         """Inputs and, after them, parameters and buffers that the forward wrote."""
 
     def _leaves(self) -> list[torch.Tensor]:
-        """Return what may get a gradient: arguments, then parameters and buffers."""
+        """Return the tensors that may get a gradient: arguments, then parameters and buffers."""
         return [*self._inputs, *self._stand_ins]
 
     # ---- forward
@@ -104,7 +104,7 @@ class Differentiated:
         for i in self.written.intersection(range(len(inputs))):
             if binding.requires_grad[i]:
                 raise d.refusal(
-                    f"writes {binding.names[i]} in place, which requires grad. Have it write a copy"
+                    f"writes {binding.names[i]} in place, which requires grad. Write to a copy"
                 )
             torch.autograd.graph.increment_version(inputs[i])
         if d.with_grad:
@@ -115,7 +115,7 @@ class Differentiated:
     # ---- the graph
 
     def separate(self) -> list[torch.Tensor]:
-        """Take what the graph saved out of it, and forget the result; returns what it saved.
+        """Take the saved tensors out of the graph and return them; forget the result.
 
         The same tensor is there once. Arguments are there as copies, since later calls have theirs in the same place.
         """
@@ -204,7 +204,7 @@ class Differentiated:
         modules = {getattr(hook, "__module__", None) for hook in hooks}
         if "torch.utils.checkpoint" in modules or node.name() == _REENTRANT:
             raise self._d.refusal(
-                "has a torch.utils.checkpoint in it, which can't recompute in a graph. Use cgpass.checkpoint, which can"
+                "uses torch.utils.checkpoint, which can't recompute in a graph. Use cgpass.checkpoint instead"
             )
         for each, hook in zip(saved, hooks, strict=True):
             checkpoint = getattr(hook, "__self__", None)
@@ -261,9 +261,7 @@ class Differentiated:
             self._saved = []
         layouts = {grad.layout for grad in found if grad is not None} - {torch.strided}
         if layouts:
-            raise self._d.refusal(
-                f"has gradients of layout {layouts.pop()}. Have it make dense ones"
-            )
+            raise self._d.refusal(f"has gradients of layout {layouts.pop()}. Make them dense")
         return _apart(found, taken)
 
     def _placed(self, members: Sequence[torch.Tensor]) -> "_Placed":
@@ -326,7 +324,7 @@ def _pack(
     saved: list[torch.Tensor],
     tensor: Any,
 ) -> Any:
-    """Take what a graph saved; returns the number that stands for it, which the same tensor has again."""
+    """Take a tensor that a graph saved; returns its number, the same for the same tensor."""
     if not isinstance(tensor, torch.Tensor):  # a number that was an operand
         dtype = torch.float64 if type(tensor) is float else None
         return torch.tensor(tensor, dtype=dtype, device="cpu")  # whatever the default device is

@@ -1,4 +1,4 @@
-"""What is recorded: `Target`, a module or a function with its modules, and `Statics`, what these are like."""
+"""Modules and functions to record: `Target`, and their state when recorded: `Statics`."""
 
 import contextlib
 import copyreg
@@ -103,12 +103,12 @@ class Target:
         return GraphedArgumentError(f"make_graphed_callables: {self.name} {why}.")
 
     def statics(self, device: torch.device) -> "Statics":
-        """Return what it reads besides its arguments, on a device."""
+        """Return the state that it reads besides its arguments, on a device."""
         return Statics(self.modules, device, self.name, around=self._around)
 
     @property
     def backward_dw(self) -> Callable[[], Any] | None:
-        """Return what computes the gradients that the backward leaves out, if there is such a thing."""
+        """Return the function that computes the gradients that the backward leaves out, if there is one."""
         needed = getattr(self.plain, "need_backward_dw", True)
         is_needed = needed() if callable(needed) else needed
         return getattr(self.plain, "backward_dw", None) if is_needed else None
@@ -244,7 +244,7 @@ class Statics:
         return fast.unchanged(*self._compared)
 
     def changes(self) -> str:
-        """Return what is no longer as it was."""
+        """Return the names of everything that changed."""
         found = [
             said for holder, key, was, said in self._entries if holder.get(key, ...) is not was
         ]
@@ -276,8 +276,8 @@ class Statics:
         names = [self.names[i] for i, tensor in enumerate(tensors) if now[i] is not tensor]
         if names:
             raise GraphedArgumentError(
-                f"make_graphed_callables: {self._callable} assigns {', '.join(names)} anew when it runs, which no replay "
-                "would do. Have it write in place, as in self.buffer.copy_(value) or self.buffer.add_(1)."
+                f"make_graphed_callables: {self._callable} assigns {', '.join(names)} anew when it runs, and a replay "
+                "would not. Write in place, as in self.buffer.copy_(value) or self.buffer.add_(1)."
             )
 
     @contextlib.contextmanager

@@ -23,8 +23,14 @@ Hooks: TypeAlias = Mapping[str, Callable[..., None]]
 class GraphedOptions:
     """Settings of one call of `make_graphed_callables`.
 
+    Examples:
+        >>> options = cgpass.GraphedOptions(num_warmup_iters=1)
+        >>> layer = cgpass.make_graphed_callables(torch.nn.Linear(4, 2), (torch.ones(3, 4),), options=options)
+        >>> layer(torch.ones(3, 4)).shape
+        torch.Size([3, 2])
+
     Raises:
-        OptionError: A field's value is not one of those allowed.
+        OptionError: A field has a value that is not allowed.
     """
 
     num_warmup_iters: int = 3
@@ -85,7 +91,7 @@ class GraphedOptions:
 
     @classmethod
     def parse(cls, options: "Mapping[str, Any] | GraphedOptions | None") -> "GraphedOptions":
-        """Read what a user gave as `options=`.
+        """Read the user's `options=`.
 
         Raises:
             OptionError: An unknown name or a bad value.

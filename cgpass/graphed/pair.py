@@ -122,7 +122,7 @@ class Pair:
         return self._forward(self._record, warms_up=False)
 
     def _sort(self, results: Sequence[Any], saved: Sequence[Any], members: Sequence[Any]) -> None:
-        """Tell what calls have to do, by what was recorded, while parameters and buffers are where they were read."""
+        """Derive the work of each call from what was recorded, while parameters and buffers are where they were read."""
         forward, graph, inputs = self.forward, self.graph, self.description.binding.samples
         first, end = len(results), len(inputs)
         self.key = fast.layouts(self.description.statics.now())
@@ -416,7 +416,7 @@ def _run_backward(call: Call, saved: list[Any] | None, grads: list[Any] | None) 
     """See `fast.attach`. A backward may be called in what Dynamo runs, and would be traced."""
     if saved is None or grads is None:
         raise GraphedBackwardError(
-            f"{call.name}: gradients of its gradients were asked for, and none are recorded. Call the original there."
+            f"{call.name}: gradients of its gradients are not recorded. Call the original callable where you need them."
         )
     if call.pair is None:
         raise GraphedBackwardError(f"{call.name}: a second backward through one forward.")
@@ -467,6 +467,6 @@ def _blamed(name: str, direction: str) -> Iterator[None]:
             where = f", at {Path(at.filename).name}:{at.lineno} in {at.name}: {line}"
         raise CaptureError(
             f"make_graphed_callables: the {direction} of {name} can't be captured{where}: {reason}. "
-            "Move what waits for the device (or needs the host, or draws from a generator of its own) out of the callable, "
+            "Move the code that waits for the device (or needs the host, or draws from a generator of its own) out of the callable, "
             'or use torch.compile(backend="cgpass"), which captures around it.'
         ) from error

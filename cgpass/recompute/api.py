@@ -30,41 +30,41 @@ def checkpoint(
     rng_tracker: RNGStatesTracker | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Run `fn(*args, **kwargs)` without keeping what its backward needs; the backward runs `fn` again for it.
+    """Run `fn(*args, **kwargs)` without keeping the tensors that its backward needs; the backward runs `fn` again for them.
 
-    The recomputation draws the random numbers that the forward drew, under the autocast settings and the default
-    device of the forward, and leaves the generators where they were. This also holds while a CUDA graph is being
-    captured, if it is a `cgpass.CheckpointedGraph`. In a function that `torch.compile` compiles, this is
-    `torch.utils.checkpoint.checkpoint`. Inside transforms of `torch.func` and forward-mode AD `fn` runs plainly.
+    The recomputation draws the same random numbers as the forward, under the forward's autocast settings and default device,
+    and leaves the generators where they were. This also holds while a `cgpass.CheckpointedGraph` is being captured. In a
+    function that `torch.compile` compiles, this is `torch.utils.checkpoint.checkpoint`. Inside transforms of `torch.func` and
+    forward-mode AD `fn` runs as it is.
 
     Examples:
         >>> x = torch.ones(100, requires_grad=True)
         >>> y = cgpass.checkpoint(torch.nn.functional.dropout, x)
         >>> y.sum().backward()
-        >>> torch.equal(x.grad, y)  # both dropped the same
+        >>> torch.equal(x.grad, y)  # both dropped the same elements
         True
 
     Args:
         fn: Any function or module; it must compute the same both times. Module hooks run both times.
-        *args: Its arguments, tensors in nested tuples, lists and dictionaries included. None need require grad.
-        use_reentrant: Taken because torch's checkpoint has it, and without effect: what is saved is dropped tensor
-            by tensor, the recomputation ends with the last that is needed, and every kind of backward works.
-        determinism_check: "default": shape, dtype and device of each recomputed tensor are compared with the
-            forward's. "none": they aren't.
+        *args: Its arguments, with tensors in nested tuples, lists and dictionaries. None need require grad.
+        use_reentrant: Accepted for compatibility with torch's checkpoint; it has no effect. Saved tensors are dropped one by
+            one, the recomputation ends with the last one needed, and every kind of backward works.
+        determinism_check: "default" compares shape, dtype and device of each recomputed tensor with the forward's. "none"
+            doesn't.
         context_fn: Returns two context managers, for the forward and for the recomputation (entered again for each
             backward pass), as `torch.utils.checkpoint.create_selective_checkpoint_contexts` makes them.
-        rng_tracker: Whose states `fn` draws from beside the default ones.
-        **kwargs: Keyword arguments of `fn`. The settings of torch's checkpoint that this one doesn't have,
-            `preserve_rng_state`, `early_stop` and `debug`, are refused unless `fn` names them among its own.
+        rng_tracker: A tracker whose states `fn` draws from, besides the default ones.
+        **kwargs: Keyword arguments of `fn`. Settings of torch's checkpoint that this one doesn't have,
+            `preserve_rng_state`, `early_stop` and `debug`, are refused unless `fn` has arguments with these names.
 
     Returns:
-        What `fn` returns. **Lifetime:** the caller's own; until the backward is done or the graph dropped, the
-        graph holds the tensors among the arguments, which must not be changed in place.
+        The result of `fn`. **Lifetime:** the caller's own. Until the backward is done or the graph dropped, the graph holds the
+        tensors among the arguments; don't change them in place.
 
     Raises:
         CheckpointArgumentError: An argument is of a wrong kind.
-        CheckpointError: In the backward: the recomputation gave other tensors, or something that was freed was
-            needed again. In a capture: random numbers that the recomputation could not draw again.
+        CheckpointError: In the backward: the recomputation gave other tensors, or needed a tensor that was freed. In a
+            capture: the recomputation could not repeat random numbers.
     """
     del use_reentrant
     _require_usable(fn, kwargs, determinism_check, rng_tracker)
@@ -124,7 +124,7 @@ def _require_usable(
             raise CheckpointArgumentError(
                 f"cgpass.checkpoint: {name} is a setting of torch.utils.checkpoint that cgpass.checkpoint doesn't have "
                 f"(random numbers are always preserved, recomputations always end early), and fn has no argument of "
-                f"that name. Leave it out; if fn shall have it, pass functools.partial(fn, {name}=...)."
+                f"that name. Leave it out; if fn needs it, pass functools.partial(fn, {name}=...)."
             )
 
 

@@ -70,7 +70,7 @@ class Arguments:
 
 
 def devices_of(tensors: list[torch.Tensor]) -> tuple[torch.device, ...]:
-    """Return where a computation with `tensors` may draw random numbers, the CPU apart: their devices, and CUDA's current."""
+    """Return the devices where a computation with `tensors` may draw random numbers, the CPU apart: their devices, and CUDA's current."""
     found = dict.fromkeys(t.device for t in tensors if t.device.type not in ("cpu", "meta"))
     if torch.cuda.is_initialized():
         found[torch.device("cuda", torch.cuda.current_device())] = None
@@ -144,7 +144,7 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """Return what the function is called in messages."""
+        """Return the function's name for messages."""
         return getattr(self._fn, "__qualname__", None) or type(self._fn).__qualname__
 
     @property

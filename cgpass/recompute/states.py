@@ -197,7 +197,7 @@ class CheckpointStates:
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:
-        """Return what has to be registered with a graph before its capture begins; complete after a whole warm-up."""
+        """Return the generators to register with a graph before its capture begins; complete after a whole warm-up."""
         named = () if self.tracker is None else self.tracker.generators.values()
         return (*named, *(spare for spares in self.spares for spare in spares.values()))
 
@@ -207,7 +207,7 @@ class CheckpointStates:
             graph.register_generator_state(generator)
 
     def position(self) -> Position:
-        """Return where the user's states stand; read before the forward's replay. On the host, no synchronisation."""
+        """Return the positions of the user's states; read before the forward's replay. On the host, no synchronisation."""
         if self.device.type == "cpu":
             return {}
         tracker = self.tracker
@@ -236,7 +236,7 @@ class CheckpointStates:
 
 
 def _states_of(tracker: RNGStatesTracker) -> str:
-    """Return what tells a tracker from others."""
+    """Return a description that tells a tracker from others."""
     names = ", ".join(map(repr, tracker.generators))
     return f"states {names}" if names else "no states"
 
@@ -273,7 +273,7 @@ class Run:
             if index >= len(known):
                 raise CheckpointError(
                     f"cgpass.checkpoint: checkpoint {index} of this capture was not seen in the warm-up, which had "
-                    f"{len(known)}. Warm up with the same code as is captured, `with graph.warm_up():`."
+                    f"{len(known)}. Warm up with the same code that you capture, `with graph.warm_up():`."
                 )
             starts = known[index]
         else:
@@ -299,7 +299,7 @@ class Run:
     def recompute(
         self, starts: Mapping[Source, int], *, capturing: bool
     ) -> Mapping[Source, torch.Generator]:
-        """Return what the next recomputation draws from once it is captured; a warm-up makes it."""
+        """Return the generator that the next recomputation draws from once it is captured; a warm-up makes it."""
         spares, index = self.states.spares, self._recomputed
         self._recomputed += 1
         if index == len(spares) and not capturing:
@@ -308,7 +308,7 @@ class Run:
         elif index >= len(spares):
             raise CheckpointError(
                 f"cgpass.checkpoint: recomputation {index} of this capture has no generator state to draw from; the "
-                f"warm-up recomputed {len(spares)} times. Warm up with the same code, backward included, as is captured."
+                f"warm-up recomputed {len(spares)} times. Warm up with the same code that you capture, backward included."
             )
         if capturing:
             self.taken.append((spares[index], starts))
@@ -318,16 +318,21 @@ class Run:
 class CheckpointedGraph(torch.cuda.CUDAGraph):
     """A `torch.cuda.CUDAGraph` for code with `cgpass.checkpoint` and random operators in it.
 
-        graph = cgpass.CheckpointedGraph()
-        with graph.warm_up():           # once at least, on a side stream as for any graph
-            step()
-        with torch.cuda.graph(graph):
-            step()
-        graph.replay()
+    Examples:
+        >>> layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout()).cuda()
+        >>> x = torch.randn(2, 4, device="cuda")
+        >>> def step():
+        ...     cgpass.checkpoint(layer, x).sum().backward()
+        >>> graph = cgpass.CheckpointedGraph()
+        >>> with graph.warm_up():  # at least once, on a side stream as for any graph
+        ...     step()
+        >>> with torch.cuda.graph(graph):
+        ...     step()
+        >>> graph.replay()
 
-    `step` runs forward and backward. A replay draws what eager would draw next, recomputations draw what their
-    forward drew, and the generators end where eager leaves them. A graph without random operators inside a
-    checkpoint needs none of this.
+    `step` runs forward and backward. A replay draws what eager would draw next, recomputations repeat the numbers of their
+    forward, and the generators end where eager leaves them. Without random operators inside a checkpoint a
+    `torch.cuda.CUDAGraph` is enough.
     """
 
     def __new__(

@@ -14,13 +14,13 @@ _FAILED = frozenset({"capture", "failed_capture", "no_placeholder", "out_of_memo
 """Codes of what turned out not to be capturable only when it was captured."""
 _NOTHING = "nothing was compiled by cgpass"
 _CHECKED = (
-    ': torch.compile(..., backend="cgpass") in this process is what is checked, callables graphed by hand are not '
+    ': only torch.compile(..., backend="cgpass") in this process is checked, callables graphed by hand are not '
     "(cgpass.expect asks for their replays)"
 )
 
 
 def verdict(report: Facts, least: float) -> tuple[bool, str]:
-    """Tell whether a share (0 to 1) of the operators was captured, and of training steps were one graph; and say so."""
+    """Judge if a share (0 to 1) of the operators was captured and of training steps was one graph; returns the text, too."""
     (done, work), (whole, steps) = report.work, (report.whole_steps, report.steps)
     late = fell_back(report)
     passes = bool(work or steps) and done >= least * work and whole >= least * steps and not late
@@ -33,9 +33,9 @@ def verdict(report: Facts, least: float) -> tuple[bool, str]:
         later = f"{many(steps, 'training step')} after first ones"
         said.append(f"{share(whole, steps)} of {later} were one graph")
     if said:
-        said[-1] += f", {share(least, 1)} are wanted"
+        said[-1] += f", {share(least, 1)} required"
     elif report.graphs and not report.others:
-        said = ["nothing ran more often than to warm up; run more steps"]
+        said = ["only warm-up calls ran; run more steps"]
     else:
         said = [_NOTHING if report.graph_breaks or late else f"{_NOTHING}{_CHECKED}"]
     lines = wrapped(f"cgpass check: {'passed' if passes else 'FAILED'}: {'; '.join(said)}")
@@ -44,7 +44,7 @@ def verdict(report: Facts, least: float) -> tuple[bool, str]:
 
 
 def fell_back(report: Facts) -> list[str]:
-    """List what was to be captured, or compiled, and ran without a graph all the same."""
+    """List everything that should have been captured or compiled, but ran without a graph."""
     found = list(map(str, report.left_to_eager))
     for graph in report.graphs:
         for part in graph.partitions:

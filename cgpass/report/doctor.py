@@ -62,7 +62,7 @@ def _torch() -> Iterator[Finding]:
 def _compiler() -> Iterator[Finding]:
     found = [named] if (named := os.environ.get("CXX", "").split(" ")[0]) else _COMPILERS
     path = next(filter(None, map(shutil.which, found)), None)
-    fix = "" if path else "Install g++ or clang++, or name a compiler by CXX="
+    fix = "" if path else "Install g++ or clang++, or set CXX to a compiler"
     yield "C++ compiler", path or f"none of {', '.join(found)}", fix
     lacks = importlib.util.find_spec("triton") is None
     fix = "Install triton, or use compiler='eager'" if lacks and torch.cuda.is_available() else ""

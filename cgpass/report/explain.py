@@ -1,4 +1,4 @@
-"""`explain`: what happened in some calls, those of a block or those that it makes itself."""
+"""`explain`: reports on the calls of a block, or on calls that it makes itself."""
 
 import contextlib
 import copy
@@ -50,7 +50,7 @@ def explain(
     options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Report | contextlib.AbstractContextManager[Report]:
-    """Say what of some calls ran in CUDA graphs, what not, for which reason, at which line, and what to do.
+    """Report which parts of some calls ran in CUDA graphs, which did not, why, at which line, and what to do.
 
     Examples:
         >>> model, batch = torch.nn.Linear(4, 4), torch.randn(2, 4)
@@ -63,29 +63,28 @@ def explain(
         >>> [graph.direction for graph in report.graphs]
         ['forward', 'backward']
 
-    A block runs nothing itself and changes nothing. Other threads' calls count, too. The report is there when it ends.
+    A block runs nothing itself and changes nothing. Calls of other threads count, too. The report is ready when it ends.
 
-    With a function, nine calls run, with their backward. What is not compiled yet is compiled with
-    `backend="cgpass"`. A batch by itself is given as data loaders mean it: a mapping as `**batch`, a
-    tuple or list as `*batch`; to give it whole, write `[batch]`.
-    Afterwards parameters, buffers, gradients, optimizers and scalers that the function is, is given or names are as they
-    were, and so are torch's random numbers. Nothing else is put back: attributes, caches, schedulers, written arguments.
+    With a function, nine calls run, with their backward. If it is not compiled yet, it is compiled with `backend="cgpass"`. A
+    single batch is passed as data loaders mean it: a mapping as `**batch`, a tuple or list as `*batch`; `[batch]` passes
+    it whole. Afterwards parameters, buffers, gradients, optimizers and scalers that the function is, receives or names
+    are restored, and so are torch's random numbers. Nothing else is: attributes, caches, schedulers, written arguments.
 
     Args:
-        fn: A module or function, compiled or not; none for a block.
-        args: Of one call.
-        training: Whether to run a backward, too: of the result's loss if it has one, else of all that it returns that
-            requires grad, unless the function ran it itself. If not, calls run under `torch.no_grad()`.
-        compare: Whether to time calls with CUDA graphs and without, afterwards.
-        optimizer: Put back, too, where the function does not name it.
-        options: Those of `cgpass.Options`, for what is not compiled yet.
-        kwargs: Of one call, by name.
+        fn: A module or function, compiled or not; leave it out for a block.
+        args: The arguments of one call.
+        training: True to run a backward, too: of the result's loss if it has one, else of all results that require grad,
+            unless the function ran it itself. False to run calls under `torch.no_grad()`.
+        compare: True to time calls with CUDA graphs and without, afterwards.
+        optimizer: Restored, too, if the function does not name it.
+        options: Fields of `cgpass.Options`, for a function that is not compiled yet.
+        kwargs: The keyword arguments of one call.
 
     Returns:
-        A report; `print` shows it, `save` makes a page of it. For a block what gives one.
+        A report; `print` shows it, `save` makes a page of it. For a block, a context manager that gives one.
 
     Raises:
-        OptionError: `options=` for what is compiled already.
+        OptionError: `options=` for a function that is compiled already.
         InputError: No function, and arguments.
         Exception: Whatever the function raises, as it is.
     """

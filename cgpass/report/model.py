@@ -133,7 +133,7 @@ class Facts:
 
     @property
     def reasons(self) -> Iterator[Reason]:
-        """Why something ran outside of graphs, all of it."""
+        """List all reasons why something ran outside of graphs."""
         yield from (*self.left_to_eager, *self.graph_breaks, *self.recompilations)
         for graph in self.graphs:
             yield from graph.why

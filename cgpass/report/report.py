@@ -21,7 +21,15 @@ SCHEMA: Final = 5
 
 
 class Report(Facts):
-    """A report on some calls. `print` shows it as text; `save` writes it as JSON or as a page."""
+    """A report on some calls. `print` shows it as text; `save` writes it as JSON, as text or as a page.
+
+    Examples:
+        >>> report = cgpass.explain(torch.nn.Linear(4, 4), torch.randn(2, 4))
+        >>> report.plain_calls
+        0
+        >>> cgpass.Report.from_dict(report.to_dict()) == report
+        True
+    """
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -36,7 +44,7 @@ class Report(Facts):
         """
         if not isinstance(data, dict) or "schema" not in data:
             raise ReportError(
-                "this is no report of cgpass: a dictionary with the key 'schema' was expected; save one with "
+                "this is not a report of cgpass: a dictionary with the key 'schema' was expected; save one with "
                 "cgpass.explain(...).save('report.json')"
             )
         schema, fields = data["schema"], {name: data[name] for name in data if name != "schema"}
@@ -62,7 +70,7 @@ class Report(Facts):
         except OSError as error:
             raise ReportError(f"{path} can't be read: {error.strerror}") from error
         except ValueError as error:
-            raise ReportError(f"{path} is no JSON: {error}") from error
+            raise ReportError(f"{path} is not JSON: {error}") from error
         return cls.from_dict(data)
 
     def to_json(self) -> str:
@@ -132,7 +140,7 @@ def _decoded(kind: Any, value: Any) -> Any:
 
 
 def diff(old: Report, new: Report) -> str:
-    """List what changed from one report to another, in lines."""
+    """List the changes from one report to another, in lines."""
     lines = [
         f"{name}: {shown(getattr(old, field_))} -> {shown(getattr(new, field_))}"
         for name, field_, shown in _COMPARED

@@ -11,11 +11,16 @@ from cgpass.report import watch
 
 
 def summary() -> str:
-    """Return what ran in this process, or since `cgpass.reset()`, a few lines for each graph.
+    """Summarize the graphs of this process, or since `cgpass.reset()`, in a few lines each.
 
-    Graphs that are alike are told of once: partitions captured and eager, and why calls ran without a graph. Then graph
-    breaks, and functions that `torch.compile` left to eager; training steps and what `make_graphed_callables` returned,
-    and how they were called. Last, whether the native code is in use, unless nothing was to be recorded.
+    Examples:
+        >>> compiled = torch.compile(torch.nn.Linear(4, 4), backend="cgpass")
+        >>> compiled(torch.randn(2, 4)).sum().backward()
+        >>> "forward of module Linear: 1 partition captured" in cgpass.summary()
+        True
+
+    For each kind of graph it says how many partitions are captured and eager, and why calls ran without a graph. Graph
+    breaks, functions left to eager, training steps and callables graphed by hand follow, then the state of the native code.
     """
     report = watch.since_reset()
     lines = [
@@ -31,7 +36,7 @@ def summary() -> str:
 
 @contextlib.contextmanager
 def expect(**counts: int) -> Iterator[dict[str, int]]:
-    """Fail unless some of `cgpass.counters()` grow inside by exactly so much.
+    """Fail unless some of `cgpass.counters()` grow by exactly these amounts in a block.
 
     Examples:
         >>> compiled = torch.compile(torch.nn.Linear(4, 4), backend="cgpass")
@@ -42,21 +47,19 @@ def expect(**counts: int) -> Iterator[dict[str, int]]:
         >>> with cgpass.expect(replays=2 * 3, plain_calls=0):  # a forward and a backward each
         ...     train(3)
 
-    Expect `replays`, not only the absence of something else: calls of a graph that is left alone as a whole, since it
-    is too small or not on CUDA, are in no counter. `cgpass.summary()` lists it.
-
-    Counters are the whole process's: what other threads do meanwhile counts, too.
+    Expect `replays`, not only `plain_calls=0`: no counter has the calls of a graph that is left out as a whole, because it
+    is too small or not on CUDA. `cgpass.summary()` lists it. Calls of other threads count, too.
 
     Args:
-        counts: Growth by counter, as `cgpass.counters()` names them.
+        counts: The growth of each counter, as `cgpass.counters()` names them.
 
     Yields:
         A dict that holds the growth of every counter once the block is over.
 
     Raises:
-        ExpectationError: A counter grew by another number. Says which, and lists the graphs that were compiled inside.
-            An exception of the block's own passes instead.
-        OptionError: A counter that isn't there, or a number that is none.
+        ExpectationError: A counter grew by another number. The message names it, and lists the graphs compiled inside. An
+            exception of the block itself passes instead.
+        OptionError: An unknown counter, or a count that is not an integer.
     """
     before = telemetry.counters()
     for name, count in counts.items():
@@ -79,5 +82,5 @@ def expect(**counts: int) -> Iterator[dict[str, int]]:
         listed = "".join(f"\n{graph}" for graph in compiled)
         made = f". Compiled inside:{listed}" if compiled else ". No graph was compiled inside."
         others = ", ".join(f"{name} {n}" for name, n in grown.items() if n and name not in counts)
-        also = f" (all else: {others})" if others else ""
+        also = f" (other counters: {others})" if others else ""
         raise ExpectationError(f"cgpass.expect: {'; '.join(wrong)}{also}{made}")

@@ -17,12 +17,10 @@ _LISTED: Final = 12
 _ROW: Final = "    {:24} {:>6} {:>6} {:>8} {:>8} {:>10} {:>8} {:>12}"
 """Of the table of partitions; longer names have a line of their own."""
 NOTHING: Final = (
-    "Nothing that cgpass compiled ran here. Either it is compiled for another backend, or torch.compile gave it up "
-    "earlier in this process (torch.compiler.reset() has it tried again), or it was not called."
+    "Nothing that cgpass compiled ran here. It was not called, it is compiled for another backend, or torch.compile "
+    "gave up on it earlier in this process (torch.compiler.reset() makes it try again)."
 )
-_DROP: Final = (
-    "drop what a call returned before the next one; where it has to stay this is as it should be"
-)
+_DROP: Final = "drop the results of a call before the next one; if you need them, leave it"
 
 
 # ---- numbers
@@ -69,25 +67,23 @@ def wrapped(words: str, indent: int = 0, hanging: int = 2) -> list[str]:
 
 
 def headline(report: Facts) -> str:
-    """How much ran in graphs, in one line."""
+    """Say in one line how much ran in graphs."""
     done, work = report.work
     if report.unfinished:
-        return "the block that is watched goes on: its report is there when it ends"
+        return "the block is still running: its report is ready when it ends"
     if report.graphs_ms is not None and report.device_ms:
-        inside = (
-            f"{share(report.graphs_ms, report.device_ms)} of the time on the device inside graphs"
-        )
+        inside = f"{share(report.graphs_ms, report.device_ms)} of the device time was inside graphs"
     elif work:
         which = "code" if report.left_to_eager else "functions"
         inside = (
             f"{share(done, work)} of the {many(work, 'operator')} of compiled {which} ran in graphs"
         )
     elif report.graphs and not (report.left_to_eager or report.others):
-        inside = "nothing ran more often than to warm up: call it more often"
+        inside = "only warm-up calls ran: call it more often"
     elif report.graph_breaks or report.left_to_eager:
         inside = "nothing ran in graphs"
     elif report.others:
-        return "training steps, or what was graphed by hand, ran: see below"
+        return "only training steps or callables graphed by hand ran: see below"
     else:
         return NOTHING
     boundaries = "1 boundary" if report.boundaries == 1 else f"{report.boundaries} boundaries"
@@ -114,7 +110,7 @@ def facts(report: Facts) -> Iterator[str]:
 
 
 def findings(report: Facts) -> list[Reason]:
-    """List what costs time, most first; what is to be left as it is last. Operators with one cause at one line are one.
+    """List the causes of lost time, largest first, those to leave as they are last. One cause at one line is one entry.
 
     Each names its place as its line, and the operators to blame.
     """
@@ -163,7 +159,7 @@ def _of_partition(where: str, part: PartitionReport) -> Iterator[tuple[float, Re
         yield lost or part.calls, _at(where, reason)
     for each in part.copied_inputs:
         if each.moved:
-            moved = f"{each.name} is at a new place: its {size(each.num_bytes)} are copied in each such call"
+            moved = f"{each.name} has moved: each such call copies its {size(each.num_bytes)}"
             yield 1, Reason("moved", "", moved, OTHER_FIXES["new_tensor"], each.line or where)
     causes = Counter(note.cause for note in part.recordings if note.cause != "first")
     for cause, count in causes.items():
@@ -180,9 +176,9 @@ _CAUSES: Final = {
     "shape": OTHER_FIXES["new_shape"],
     "moved": OTHER_FIXES["new_tensor"],
     "input": OTHER_FIXES["new_tensor"],
-    "other tensors": "leave it where several modules share code; else write into tensors in place (copy_)",
-    "memory": "leave it, unless it goes on",
-    "anew": "leave it, unless it goes on",
+    "other tensors": "leave it if several modules share code; otherwise write into tensors in place (copy_)",
+    "memory": "leave it, unless it keeps happening",
+    "anew": "leave it, unless it keeps happening",
 }
 """Remedies for one more recording, by its cause."""
 
@@ -236,11 +232,11 @@ def costs(report: Facts) -> list[str]:
 
 
 def uncounted(report: Facts) -> Iterator[str]:
-    """Say what is not among the operators, if anything."""
+    """Name the code whose operators are not counted, if any."""
     if report.left_to_eager:
-        yield "what is left to eager is not among the operators, but your functions that it calls are"
+        yield "code left to eager is not counted; functions of yours that it calls are"
     elif report.graph_breaks:
-        yield "what runs at graph breaks, outside of compiled functions, is not among the operators"
+        yield "code at graph breaks, outside of compiled functions, is not counted"
 
 
 def by_function(graphs: Iterable[GraphReport]) -> list[tuple[str, list[GraphReport]]]:
@@ -255,8 +251,8 @@ def by_function(graphs: Iterable[GraphReport]) -> list[tuple[str, list[GraphRepo
 
 
 def _place(graph: GraphReport, times: int) -> str:
-    place = graph.place or "a function without a line of its own"
-    return place if times == 1 else f"{place}, compiled {times} times, each time like this"
+    place = graph.place or "a function whose line is unknown"
+    return place if times == 1 else f"{place}, compiled {times} times, each time as follows"
 
 
 def head(graph: GraphReport) -> str:
@@ -270,7 +266,7 @@ def head(graph: GraphReport) -> str:
 
 
 def table(graph: GraphReport) -> Iterator[str]:
-    """A row for each partition, and what is to be said of it, in lines."""
+    """Yield a row for each partition, and the facts about it, in lines."""
     timed = any(part.device_ms is not None for part in graph.partitions)
     titles = ("partition", "runs", "ops", "calls", "replays", "copied", "recorded")
     if graph.partitions:

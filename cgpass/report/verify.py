@@ -32,14 +32,14 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
         >>> checks.checked
         2
 
-    Of each captured partition every n-th call also runs without a graph, on copies of the inputs and with the same
-    random numbers; what it returns and writes is compared bit by bit. That waits for the device. A warning names
-    partitions that can't be compared: those that communicate, and whose kernels give other bits in each run
+    Every n-th call of each captured partition also runs without a graph, on copies of the inputs and with the same
+    random numbers. Its results and written inputs are compared bit by bit, which waits for the device. A warning names
+    partitions that can't be compared: those that communicate, and those whose kernels give other bits in each run
     (`torch.use_deterministic_algorithms(True)` chooses others).
 
     Raises:
-        OptionError: `every` is no positive integer.
-        VerificationError: In a call that is checked: a replay gave other bits. The call had all its effects by then.
+        OptionError: `every` is not a positive integer.
+        VerificationError: In a checked call: a replay gave other bits. The call had all its effects by then.
     """
 
     def __init__(self, every: int = 1) -> None:
@@ -61,7 +61,9 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
         if not isinstance(runner, PartitionRunner):
             return run
         if runner.communicates:
-            log.warning(_NOT, runner.name, "what communicates can't run once more alone")
+            log.warning(
+                _NOT, runner.name, "a partition that communicates can't run once more alone"
+            )
             return run
 
         check = functools.partial(self._check, step.made, runner, run)
@@ -129,7 +131,7 @@ def _copied(args: Sequence[Any], positions: Sequence[int]) -> list[Any]:
 
 
 def _difference(name: str, a: Any, b: Any) -> str | None:
-    """How a value differs from what it is without a graph; None if it is the same bit by bit."""
+    """Describe a value's difference from its value without a graph; None if the bits are the same."""
     if not isinstance(a, torch.Tensor):
         return None if a is b or a == b else f"{name} is {a!r}, and {b!r} without a graph"
     flat = (t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1, 1) for t in (a, b))

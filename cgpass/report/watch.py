@@ -1,4 +1,4 @@
-"""Watches what runs in a block, by what telemetry counts before and after it; nothing runs for it in between.
+"""Watch the calls in a block: compare telemetry's counts before and after it; the calls themselves run no code of it.
 
 On CUDA pairs of events around partitions tell their times on the device, of a sample of calls.
 """
@@ -42,7 +42,7 @@ _TIMED: Final = 4096
 """Calls of partitions in a block from which on no more are timed."""
 _COMPARED: Final = 5
 """Calls that are timed with graphs, and without."""
-SIMULATED: Final = "cpu (simulated graphs: they show what is captured, not how fast it is)"
+SIMULATED: Final = "cpu (simulated graphs: they behave like real ones, their speed means nothing)"
 
 
 @contextlib.contextmanager

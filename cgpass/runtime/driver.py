@@ -1,4 +1,4 @@
-"""`GraphDriver`: the one seam between our rules and the device, and the driver for CUDA.
+"""`GraphDriver`, the one seam between our rules and the device, and the driver for CUDA: captures, streams, pools, memory.
 
 A driver knows how to record a callable, to replay what it recorded and where memory lies. It knows no signature, no
 static input and no liveness: those are the wrapper's. `simulated.driver_for` makes the one that an option means.

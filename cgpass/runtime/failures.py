@@ -9,10 +9,10 @@ import torch
 
 
 class OnFailure(Protocol):
-    """Finds what in a partition can't be captured, and has the rest captured."""
+    """Finds the operator of a partition that can't be captured, so that the rest is captured."""
 
     def __call__(self, args: list[Any], error: Exception) -> tuple[str, bool]:
-        """Tell why the capture of a partition raised `error`, and whether the function's next call compiles it again.
+        """Explain why the capture of a partition raised `error`; returns if the function's next call compiles it again.
 
         Leaves a call's inputs `args` as they are.
 

@@ -46,7 +46,7 @@ def taker(positions: tuple[int, ...]) -> Callable[[Sequence[Any]], list[Any]]:
 
 
 def members(mappings: Iterable[Mapping[Any, Any]], keys: Iterable[Any]) -> list[Any]:
-    """Return what each mapping has for its key."""
+    """Return the value of each mapping for its key."""
     return list(map(operator.getitem, mappings, keys))
 
 

@@ -49,7 +49,7 @@ def _allocating(device: torch.device) -> Iterator[None]:
 @functools.cache
 def _note_refusal(why: str) -> None:
     log.warning(
-        "what FSDP2 gathers lies among other tensors, since torch gives it no memory pool of its own (%s): layers may "
+        "FSDP2's gathered parameters have no memory pool of their own (%s): layers may "
         "take more steps until they are recorded",
         why.partition("\n")[0],
     )

@@ -1,4 +1,4 @@
-"""The inputs of a partition: what is read in place, what is copied and where to, and what belongs to the key of a call.
+"""The inputs of a partition: which are read in place, which are copied and how, and the key of a call.
 
 Note [One rule for inputs]
     What an input is depends on what the compiler knows and on where it lies in this call. A static input (a parameter, a
@@ -93,7 +93,7 @@ class Layout:
 
 
 def _ambient_modes() -> tuple[Any, ...]:
-    """Return what decides which dtypes operators make, and by which kernels, besides their inputs."""
+    """Return the modes that decide operators' dtypes and kernels, besides their inputs."""
     autocast = [
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         for kind in ("cuda", "cpu")
@@ -107,12 +107,12 @@ def _ambient_modes() -> tuple[Any, ...]:
 
 
 def place_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where a tensor begins in its storage, and how large that is."""
+    """Return a tensor's offset in its storage, and the storage's size."""
     return int(tensor.storage_offset()), tensor.untyped_storage().nbytes()
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what a placeholder for `tensor` has to have."""
+    """Return the layout that a placeholder for `tensor` must have."""
     bits = (tensor.is_conj(), tensor.is_neg())
     return (tuple(tensor.size()), tensor.stride(), tensor.dtype, bits)
 
@@ -376,7 +376,7 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what lies in memory: `tensor` without its conjugate and negative bits, of a dtype that can be copied."""
+    """Return the tensor as it lies in memory: without conjugate and negative bits, of a dtype that can be copied."""
     plain = torch_private.with_lazy_bits(tensor, conj=tensor.is_conj(), neg=tensor.is_neg())
     return as_bits(plain)
 
@@ -410,7 +410,7 @@ class Placeholder:
             self.source(value).copy_(self.target)
 
     def source(self, value: torch.Tensor) -> torch.Tensor:
-        """Return what is copied into `target` when the input is `value`: the memory it spans, if elements overlap."""
+        """Return the tensor to copy into `target` when the input is `value`: the memory it spans, if elements overlap."""
         if not self.is_odd:
             return value
         if self._whole:

@@ -48,8 +48,8 @@ log = logging.getLogger(__name__)
 
 SOURCE: Final = Path(__file__).with_name("_native.cpp")
 _ELSEWHERE: Final = "Set XDG_CACHE_HOME to a folder that can be written"
-_INSTALL: Final = "Install g++ or clang++, or name a compiler by CXX="
-_ANOTHER: Final = "Name another compiler by CXX=, or install g++ or clang++"
+_INSTALL: Final = "Install g++ or clang++, or set CXX to a compiler"
+_ANOTHER: Final = "Set CXX to another compiler, or install g++ or clang++"
 
 
 class BuildError(Exception):
@@ -62,7 +62,7 @@ class BuildError(Exception):
 
 
 def file_name() -> str:
-    """Return what the compiled module for this torch and this Python is called.
+    """Return the file name of the compiled module for this torch and this Python.
 
     Raises:
         BuildError: This platform is not known to work.
@@ -81,7 +81,7 @@ def file_name() -> str:
 
 
 def cache_folder() -> Path:
-    """Return where the compiled module is kept."""
+    """Return the folder of the compiled module."""
     home = os.path.expanduser("~").removeprefix("~")  # a user of a container may have none
     return Path(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache") / "cgpass"
 
@@ -208,7 +208,7 @@ def load(path: Path) -> ModuleType:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except ImportError as error:
-        fix = "Delete the file to have it compiled again"
+        fix = "Delete the file to compile it again"
         raise BuildError(f"{path} can't be loaded: {error}", fix) from error
     return module
 
@@ -244,10 +244,9 @@ class Loader:
             fast.fill_in(load(build()))
         except BuildError as error:
             self.why_not = str(error)
-            said = " (`python -m cgpass build` shows all that it said)" if error.said else ""
+            said = " (`python -m cgpass build` shows its whole output)" if error.said else ""
             log.warning(
-                "cgpass has no native code, without which nothing is recorded and everything runs without a graph: "
-                "%s%s. %s.",
+                "cgpass has no native code, so everything runs without a graph: %s%s. %s.",
                 error,
                 said,
                 error.fix,

@@ -46,7 +46,7 @@ class _Block:
 
 
 def _watches(watch: bytes) -> list[bytes]:
-    """Return what is known of each storage: see `fast.Watch`."""
+    """Return a watch for each storage: see `fast.Watch`."""
     return [watch[at : at + 24] for at in range(0, len(watch), 24)]
 
 
@@ -113,7 +113,7 @@ class OutputMemory:
         return [k for k in blocks if self.watch[0][k].data_ptr() == self._blocks[k].address]
 
     def addresses(self) -> list[int]:
-        """Return where the blocks lie."""
+        """Return the addresses of the blocks."""
         return [block.address for block in self._blocks]
 
     def num_bytes(self) -> int:

@@ -148,7 +148,7 @@ class Owner:
         thread = threading.get_ident()
         if thread != self._thread:
             if self._thread is not None and not self.copies_results:
-                log.info("calls come from several threads: what they return is copied from now on")
+                log.info("several threads call the function: results are copied from now on")
                 self.copies_results = True
                 self._drop_all()
             self._thread = thread
@@ -205,7 +205,7 @@ class Owner:
     # ---- recordings
 
     def slot_for(self, number: int, *, first: int = 0) -> int | None:
-        """Return where a recording goes, not before `first`; None if too much is held.
+        """Return the slot for a recording, not before `first`; None if too much is held.
 
         `number` recordings for the same memory have all of their results held: each has a pool of its own, which it shares
         with those of other partitions and layers that have as many.
@@ -235,7 +235,7 @@ class Owner:
         return len(self._slots) - 1
 
     def begin_recording(self, slot: int) -> dict[int, tuple[int, ...]]:
-        """Give what nobody holds back to the pool; returns `Recording.released` of what is recorded now."""
+        """Give memory that nobody holds back to the pool; returns `Recording.released` of the new recording."""
         recordings = self._slots[slot].recordings
         for recording in recordings:
             recording.memory.release_unheld()
@@ -309,7 +309,7 @@ class Owner:
         return self._pool_addresses[tensor.untyped_storage().data_ptr()] > 0
 
     def note_plain_results(self, outputs: Iterable[Any]) -> None:
-        """Note what a captured partition returned without a graph: who reads it in this call runs without one, too."""
+        """Note the results of a captured partition without a graph: its readers in this call run without one, too."""
         for value in outputs:
             if has_place(value):
                 self.plain_results.add(value.untyped_storage())

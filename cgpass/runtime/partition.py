@@ -1,4 +1,4 @@
-"""`PartitionRunner`: runs one captured partition, by replaying a recording wherever there is one that may.
+"""`PartitionRunner`: decides whether a call of one captured partition records, replays, or runs without a graph.
 
 Note [What a call does]
     The key of a call is what it computes (sizes, integers, modes), the addresses of what it reads in place, and which
@@ -69,22 +69,22 @@ once or twice, and one that goes on moving moves in each."""
 _CANNOT_BE_COPIED = {
     "in_place": "can't be copied, since an optimizer writes them",
     "too_large": "are too large to be copied (max_copied_mib={})",
-    "whole_storage": "can't be copied, since more of their storages is read than they are",
-    "shares_memory": "can't be copied, since an input that is written shares memory with another",
+    "whole_storage": "can't be copied, since the graph reads more of their storage than the tensors cover",
+    "shares_memory": "can't be copied, since the graph writes an input that shares memory with another",
 }
 """Codes of `Found` whose inputs would be copied otherwise, and why they are not."""
 
 _BYPASSED = {
-    "transform": "they came from inside of a transform",
-    "no_native_code": "cgpass has no native code, which recordings need",
+    "transform": "they were made inside a transform",
+    "no_native_code": "recording needs the native code, which is missing",
 }
 """Why calls run without a graph whatever they are, by code."""
 _LEAVE_IN_PLACE = (
-    "leave saved tensors where they lie (hooks and offloading move them), or raise max_copied_mib"
+    "keep saved tensors in place (hooks and offloading move them), or raise max_copied_mib"
 )
 _NAME_IT = 'name the operator in options={"unsafe_ops": (...)} to capture the rest'
-_NO_SYNCS = "Move what waits for the device or reads data on the host out of the function to have the rest captured"
-_HELD = "results of earlier calls are still referenced, or wait for their backward: one more recording beside theirs"
+_NO_SYNCS = "Move the code that waits for the device or reads data on the host out of the function to capture the rest"
+_HELD = "results of earlier calls are still referenced, or wait for their backward"
 
 Plain = tuple[Sequence[Any], None]
 """Outputs of a call that ran without a graph."""
@@ -187,7 +187,7 @@ class PartitionRunner:
             self._draws = []
         made = self._row(args) or self._row(args) or self._row(args)
         if made is None:  # each time it was rescued from where it lay
-            made = self._plain(args, "not_in_the_pool", "what they read was moved to make room")
+            made = self._plain(args, "not_in_the_pool", "values that they read were copied out")
         if not isinstance(made, Recording):
             if states:
                 note_positions(states, start, self._draws, replayed=False)
@@ -251,7 +251,7 @@ class PartitionRunner:
         if self._refusal is not None:
             raise CaptureError(self._refusal)
         if owner.driver.is_capturing():
-            return self._plain(args, "outer_capture", "somebody else captured a graph of them")
+            return self._plain(args, "outer_capture", "they ran inside a capture of your own")
         if owner.closed or self.failure is not None:
             return self._run_plainly(args, self.failure and "capture", self.failure or "")
         found = self._inputs.find(args, key)
@@ -316,7 +316,9 @@ class PartitionRunner:
         table, inputs = self.table, self._inputs
         if found.code == "not_in_the_pool" and seen and seen.recordings and not seen.is_gone:
             name, line = self._named(found.absent)
-            return self._plain(args, found.code, f"what made {name} ran without a graph", line)
+            return self._plain(
+                args, found.code, f"the partition that makes {name} ran without a graph", line
+            )
         storages = inputs.storages(args, found.places)
         if seen is None and not table.has_room(tuple(storages)):
             return self._full(args, shape)
@@ -377,7 +379,7 @@ class PartitionRunner:
     def _what_is_new(
         self, args: Sequence[Any], shape: ShapeKey, found: Found
     ) -> tuple[tuple[str, str], str | None]:
-        """Return what is new in a call, for the recording of its key, and why it is no warm-up, where such calls go on."""
+        """Return the cause of a call's new key, and why it is no warm-up if such calls keep coming."""
         layout, infos = self.layout, self.layout.infos
         new, code = found.new or found.absent, "new_tensor"
         last, any_shape = self.table.newest(shape), self.table.newest()
@@ -411,13 +413,13 @@ class PartitionRunner:
         if self._unseen < (_MOVES if why_not else 2 * self.options.max_recordings):
             return None
         names = describe(self.layout.infos, found.new or found.absent, args)
-        cause, fix = f"each came with other parameters: {names}", OTHER_FIXES[code]
+        cause, fix = f"each had other parameters: {names}", OTHER_FIXES[code]
         if why_not:
-            cause = f"{names} lie at a new place in each, and {why_not}"
+            cause = f"each had {names} at a new address, and they {why_not}"
             fix = OTHER_FIXES["new_tensor"] if found.new else _LEAVE_IN_PLACE
         elif code == "new_shape":
-            cause = f"each came with another value or layout of {describe(self.layout.infos, new)}"
-        text = f"{self._unseen} calls came that were never recorded, since {cause}"
+            cause = f"each had a new value or layout of {describe(self.layout.infos, new)}"
+        text = f"{self._unseen} calls were never recorded, since {cause}"
         self._say_once("unseen", text, fix)
         if code == "new_shape" and not why_not:
             return None
@@ -429,8 +431,8 @@ class PartitionRunner:
         limit = self.options.max_recordings
         recorded = [seen.key[0] for seen in self.table.seen() if seen.recordings]
         changed = self.layout.changed(recorded[-1], shape) if recorded else ()
-        name, line = self._named(changed) if changed else ("what other partitions hand it", None)
-        why = f"as many shapes are recorded as max_recordings={limit} allows, and another value or layout of {name} came"
+        name, line = self._named(changed) if changed else ("values of other partitions", None)
+        why = f"max_recordings={limit} shapes are recorded, and {name} had a new value or layout"
         self._say_once("max_recordings", why)
         return self._plain(args, "max_recordings", why, line)
 
@@ -502,7 +504,7 @@ class PartitionRunner:
             cause = "held", _HELD
         elif seen.recordings:
             names = describe(self.layout.infos, self.layout.pooled, limit=_NAMED)
-            cause = "memory", f"values of other partitions lie elsewhere: {names}"
+            cause = "memory", f"values of other partitions moved: {names}"
         note = RecordingNote(
             *cause,
             recording.copied_bytes,

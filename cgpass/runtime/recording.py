@@ -221,7 +221,7 @@ def give(
 
 
 def take_back(given: Sequence[Given]) -> dict[int, int]:
-    """Return what did not die; tells the inputs that did, and how many users their storages may have."""
+    """Hand living storages back to their recordings; returns the inputs that died, and how many users each had."""
     consumed: dict[int, int] = {}
     for recording, number, weak, users in given:
         storage = weak.get()
@@ -308,7 +308,7 @@ class Recorder:
     def _outside(
         self, watched: Watched, outputs: Sequence[Any], slot: int
     ) -> dict[int, torch.UntypedStorage]:
-        """Return what the callable read or returned that is neither an input nor made by it, by address."""
+        """Return the storages, by address, that the callable read or returned but neither got nor made."""
         owner = self.owner
         found = dict(watched.outside)
         found.update(

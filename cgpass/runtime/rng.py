@@ -69,7 +69,7 @@ class ForwardState:
             self.position = _position_of(self._generator)
 
     def start(self) -> Any:
-        """Return where a partition with this operator begins; nothing for generators that have no positions."""
+        """Return the position where a partition with this operator begins; nothing for generators that have no positions."""
         return _position_of(self._generator) if self._generator.device.type == "cuda" else None
 
 
@@ -219,7 +219,7 @@ def caller_of(
     *,
     exact: bool,
 ) -> Boxed:
-    """Return what calls a compiled graph with pairs, with the calling convention of one that has none.
+    """Return a caller for a compiled graph with pairs that is called like one without.
 
     The graph's last inputs are the pairs' states; `positions_at` is where the positions are among its outputs or inputs.
     """

@@ -112,7 +112,7 @@ def _random_state() -> bytes:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Return where its memory is; zeros that autograd makes without any are nowhere, as empty tensors are."""
+    """Return the memory's address; autograd's zeros without memory and empty tensors have none."""
     return 0 if torch_private.is_zero_tensor(tensor) else tensor.untyped_storage().data_ptr()
 
 
@@ -144,7 +144,7 @@ class SimulatedPool:
         return address in self._blocks
 
     def addresses(self) -> frozenset[int]:
-        """Return where blocks lie, free ones too."""
+        """Return the addresses of blocks, free ones too."""
         return frozenset(self._blocks)
 
     def live_blocks(self) -> dict[int, int]:

@@ -13,7 +13,7 @@ _KEYS_KEPT: Final = 2048
 were `max_recordings`, a few more sizes that take turns would never be seen twice."""
 _LAID_OUT_ANEW: Final = (
     "anew",
-    "memory was laid out anew, for a larger call or for gradients that are kept",
+    "the memory layout changed, for a larger call or for gradients that are kept",
 )
 
 Key = tuple[ShapeKey, bytes]
@@ -64,7 +64,7 @@ class RecordingTable:
         """How many keys may still be added before some are forgotten."""
 
     def get(self, shape: ShapeKey, places: bytes) -> Seen | None:
-        """Return what is known of a key, if it was seen."""
+        """Return the entry of a key, if it was seen."""
         return self._seen.get((shape, places))
 
     def recordings(self, shape: ShapeKey, places: bytes, values: bytes) -> list[Recording]:
@@ -73,7 +73,7 @@ class RecordingTable:
         return [] if seen is None else seen.recordings.get(values, [])
 
     def seen(self) -> list[Seen]:
-        """Return what is known of every key."""
+        """Return the entries of all keys."""
         return [*self._seen.values()]
 
     def all(self) -> list[Recording]:
@@ -89,7 +89,7 @@ class RecordingTable:
         return next((key for key in reversed(self._seen) if shape in (None, key[0])), None)
 
     def remember(self, new: Seen) -> Seen:
-        """Note that a key was seen; returns what is known of it."""
+        """Note that a key was seen; returns its entry."""
         found = self._seen[new.key] = self._seen.pop(new.key, new)
         found.storages = new.storages
         self._more -= found is new

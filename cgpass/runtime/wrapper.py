@@ -29,29 +29,31 @@ _BY_VALUE = (int, bool, str, type(None), torch.dtype, torch.device, torch.layout
 class CUDAGraphWrapper:
     """Calls a function of tensors through CUDA graphs.
 
-    The first call of a signature (tensor layouts, integers, identities of other objects) warms up, the second
-    records, later ones replay. Inputs are copied into memory of fixed address, except those named static, which are
-    read where they lie and recorded again when they move. Inputs that `fn` writes are written back; a call in which
-    such an input shares memory with another one runs plainly.
+    The first call of a signature (tensor layouts, integers, identities of other objects) warms up, the second records, later
+    ones replay. Inputs are copied into memory of fixed address. Static inputs are read in place, and recorded again when they
+    move. Inputs that `fn` writes are written back; if such an input shares memory with another one, the call runs without a
+    graph.
 
     Examples:
         >>> scaled = cgpass.CUDAGraphWrapper(lambda x, factor: (x * factor).relu())
         >>> [scaled(torch.tensor([float(i)]), 2).item() for i in range(4)]
         [0.0, 2.0, 4.0, 6.0]
 
-    `fn` is called with positional arguments, under `torch.no_grad()`, and may return any nested structure of plain
-    tensors and other values. A replay makes its outputs anew, so tensors that it makes itself may be no subclass (nor
-    `torch.nn.Parameter`) and may not require grad: such a call raises. Its Python code does not run on a replay: what
-    it reads from closures and from attributes of objects is frozen. Tensors among that are read where they lay in the
-    recorded call, and kept alive by the recording as far as operators were given them; one that is returned is that very
-    tensor in every call. Keep alive yourself what only other kernels read: those of an inner `torch.compile`, Triton
-    kernels that are launched directly, what a tensor subclass wraps. Writes to inputs are noticed by what operators
-    say that they write; what is written beside operators (by a Triton kernel that is launched directly, through numpy) is
-    noticed if the first call changes some bits. Inputs are copied without the rest of their storage, so `as_strided` must
-    not be used on inputs that are part of a larger tensor, unless they are static.
+    Call `fn` with positional arguments, under `torch.no_grad()`. It may return any nested structure of plain tensors and other
+    values. New tensors that it returns may be no subclass (nor `torch.nn.Parameter`) and may not require grad: such a call
+    raises.
 
-    **Lifetime:** tensors returned are the caller's own: no later call changes them. An output that is (a view of) an
-    input is that input of the call.
+    Python code does not run on a replay, so values from closures and attributes are frozen. Tensors among them are read where
+    they lay in the recorded call. The recording keeps those alive that operators read; keep others alive yourself: those that
+    only an inner `torch.compile`, a Triton kernel launched directly or a tensor subclass reads. A returned one is the same
+    tensor in every call.
+
+    Writes to inputs are found by operators' schemas. Other writes (by a Triton kernel launched directly, through numpy) are
+    found if the first call changes some bits. Inputs are copied without the rest of their storage, so don't use `as_strided` on
+    inputs that are part of a larger tensor, unless they are static.
+
+    **Lifetime:** returned tensors are the caller's own: no later call changes them. An output that is an input, or a view of
+    one, is that input of the call.
 
     Source: the capture rules of the CUDA C++ Programming Guide, "CUDA Graphs".
     """
@@ -213,7 +215,7 @@ class CUDAGraphWrapper:
                 )
 
     def close(self) -> None:
-        """Free every recording; later calls run the function plainly."""
+        """Free every recording; later calls run the function without a graph."""
         if self._runner is not None:
             self._runner.owner.close()
 

@@ -179,7 +179,7 @@ def has_place(value: Any) -> bool:
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where a tensor's memory begins and ends."""
+    """Return the addresses where a tensor's memory begins and ends."""
     reach = sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
     begin = tensor.data_ptr()
     return begin, begin + (1 + reach) * tensor.element_size()

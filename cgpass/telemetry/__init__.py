@@ -19,8 +19,7 @@ class CallStats:
     """Event counts of one captured partition. Plain integers: the hot path adds to them."""
 
     calls: int = 0
-    """Calls of a captured partition. One that raises, by an error in it or since `on_skip="raise"` refuses it, counts
-    as nothing else."""
+    """Calls of captured partitions. A call that raises, or that `on_skip="raise"` refuses, counts only here."""
     warmups: int = 0
     """Calls that ran without a graph to warm up."""
     recordings: int = 0
@@ -30,12 +29,12 @@ class CallStats:
     replays: int = 0
     """Replays, each recording's first one included."""
     plain_calls: int = 0
-    """Calls after warm-up that ran without a graph: a limit, a failed capture, somebody else's capture. Calls of graphs
-    of which nothing was to be captured (too small, no CUDA device) are none."""
+    """Calls after warm-up that ran without a graph: a limit, a failed capture, a capture of your own. Graphs that are left
+    out as a whole (too small, no CUDA device) don't count."""
     copied_bytes: int = 0
     """Bytes copied into placeholders, written back, and copied out of the pool."""
     rescues: int = 0
-    """Times that outputs of a recording that were still referenced were copied before a replay would have overwritten them."""
+    """Times that outputs that were still referenced were copied before a replay overwrote them."""
     rescued_bytes: int = 0
     """Bytes copied by rescues."""
 
@@ -47,16 +46,16 @@ class CompileStats:
     joint_graphs: int = 0
     """Joint graphs split into forward and backward."""
     graphs_kept: int = 0
-    """Graphs that AOTAutograd's cache had from an earlier compilation, traced and split."""
+    """Graphs taken from AOTAutograd's cache, which were traced and split earlier."""
     graphs: int = 0
     """Graphs compiled: forward, backward and inference graphs count one each."""
     partitions_captured: int = 0
-    """Partitions of these graphs that are captured as things stand now."""
+    """Partitions of these graphs that are captured now."""
     partitions_eager: int = 0
-    """Partitions of these graphs that run without a CUDA graph as things stand now."""
+    """Partitions of these graphs that run without a CUDA graph now."""
     skips: int = 0
-    """Whole graphs and partitions that run without a CUDA graph although one was asked for, since something in them
-    can't be captured. Partitions that cgpass itself leaves out, too small ones, are none."""
+    """Graphs and partitions that run without a CUDA graph because something in them can't be captured. Those that cgpass
+    leaves out because they are too small don't count."""
 
 
 class ByHand(CallStats):
@@ -69,7 +68,7 @@ class ByHand(CallStats):
         self.name = name
 
     def explain(self) -> str:
-        """How it was called."""
+        """Describe its calls."""
         return (
             f"{self.name}, graphed by hand: {many(self.recordings, 'recording')}, {many(self.calls, 'call')}, "
             f"{self.plain_calls} of them without a graph"
@@ -161,7 +160,7 @@ def add_graph(summary: GraphSummary) -> int:
 
 
 def add_run(graph: int, run: GraphRun) -> None:
-    """Note what runs a graph."""
+    """Note the runner of a graph."""
     with _registry.lock:
         if graph in _registry.graphs:
             summary, runs = _registry.graphs[graph]
@@ -181,7 +180,7 @@ def listen(listener: Callable[[int, GraphRun], None]) -> Callable[[], None]:
 
 
 def replace_partition(graph: int, part: PartitionSummary) -> None:
-    """Note what the partition of this name is now."""
+    """Note the new state of the partition of this name."""
     with _registry.lock:
         if graph in _registry.graphs:
             summary, runs = _registry.graphs[graph]
@@ -198,10 +197,10 @@ def remove_function(function: int) -> None:
 
 
 def counters() -> dict[str, int]:
-    """Totals of this process since it began; take differences to count a stretch of calls.
+    """Return the totals of this process; subtract two readings to count the calls in between.
 
-    `partitions_captured`, `partitions_eager` and `skips` say what all graphs compiled so far are now: they also fall,
-    as when a function is compiled again after a failed capture, or a partition tried again after `cgpass.reset()`.
+    `partitions_captured`, `partitions_eager` and `skips` describe the present state of all graphs. They can also fall, for
+    example when a function is compiled again after a failed capture.
 
     Examples:
         >>> compiled = torch.compile(torch.nn.Linear(4, 4).eval(), backend="cgpass")

@@ -1,4 +1,4 @@
-"""Why something runs outside of CUDA graphs: what messages, summaries and reports say of it."""
+"""Reasons why something runs outside of CUDA graphs, for messages, summaries and reports."""
 
 import re
 from collections import Counter
@@ -10,33 +10,30 @@ CHOSEN: Final = frozenset({"too_small", "no_work", "lifted", "cpu_number", "effe
 """Codes of what nobody wants captured: it is not worth it, or nothing of it runs on the device."""
 
 OTHER_FIXES: Final = {
-    "too_small": "leave it: its own launches cost little; or set min_partition_ops to as many operators as it holds",
+    "too_small": "leave it: it launches little work; or lower min_partition_ops to the number of its operators",
     "no_work": "leave it: nothing is lost",
-    "capture": "name the operator that is to blame in unsafe_ops to have the rest captured",
-    "out_of_memory": "free memory, or keep fewer recordings (max_recordings); after cgpass.reset() the next "
-    "calls try again",
+    "capture": "name the operator that fails in unsafe_ops: the rest is captured then",
+    "out_of_memory": "free memory, or lower max_recordings; after cgpass.reset() the next calls try again",
     "no_placeholder": "pass the input as a dense tensor",
     "raised": "see the error",
-    "shares_memory": "pass tensors that share no memory, as by clone()",
+    "shares_memory": "pass tensors that share no memory: clone() one of them",
     "max_recordings": "pad inputs to a few sizes, or raise max_recordings",
-    "max_pending_calls": "call it under torch.no_grad() if no backward is meant, detach what is kept, or raise "
-    "max_pending_calls",
-    "not_in_the_pool": "see why what makes it ran without a graph",
+    "max_pending_calls": "call it under torch.no_grad() if you need no backward, detach results that you keep, or "
+    "raise max_pending_calls",
+    "not_in_the_pool": "see why the partition that makes it ran without a graph",
     "transform": "call it outside of transforms (torch.func, vmap, batched gradients)",
-    "no_native_code": "install g++ or clang++, or name a compiler by CXX=; python -m cgpass build shows what it says",
-    "outer_capture": "leave it: the graph that is being captured holds it",
-    "passing": "leave it, unless it goes on: a capture failed once",
+    "no_native_code": "install g++ or clang++, or set CXX to a compiler; python -m cgpass build shows its output",
+    "outer_capture": "leave it: your own graph captures it",
+    "passing": "leave it, unless it keeps happening: a capture failed once",
     "new_tensor": "write into it in place (copy_) instead of replacing it",
-    "new_shape": "keep to a few sizes (pad), and pass a number that changes as a 0-dim tensor on the device",
-    "graph_break": "do what torch hints at, in the report's words; TORCH_LOGS=graph_breaks shows more",
-    "recompiled": "keep dtypes, sizes and Python values the same from call to call; a few variants cost nothing later",
-    "recompile_limit": "keep what changes from call to call the same, or make it a tensor; TORCH_LOGS=recompiles "
-    "names each cause",
+    "new_shape": "pad inputs to a few sizes, and pass a number that changes as a 0-dim tensor on the device",
+    "graph_break": "follow torch's hint in the report; TORCH_LOGS=graph_breaks shows more",
+    "recompiled": "keep dtypes, sizes and Python values the same in every call; a few of each are fine",
+    "recompile_limit": "keep the value that changes the same, or make it a tensor; TORCH_LOGS=recompiles names "
+    "each cause",
 }
 """Remedies, by code, where no rule about an operator is the reason."""
-OTHER_OPTIONS: Final = (
-    "compile it once, with one set of options, or call torch.compiler.reset() before it gets others"
-)
+OTHER_OPTIONS: Final = "compile it once, with one set of options, or call torch.compiler.reset() before you change them"
 """What a user can do where other options had a function compiled as often as torch allows."""
 
 _SIZE: Final = re.compile(r"^(.+)\.size\((\d+)\)$")
@@ -49,14 +46,14 @@ def is_size(name: str) -> bool:
 
 
 def new_value(name: str) -> tuple[str, str]:
-    """Describe what takes new values, `the first dimension of x`, by the input's name, and what to do about it."""
+    """Describe an input with new values by its name, as `the first dimension of x`, and give the remedy."""
     size = _SIZE.match(name)
     if size is None:
         return f"the number {name}", "pass it as a 0-dim tensor on the device"
     dim = int(size[2])
     which = f"the {_ORDINALS[dim]} dimension" if dim < len(_ORDINALS) else f"dimension {dim}"
     if dim == 0:
-        fix = "keep to a few sizes: pad the batch, or drop the last one (drop_last=True)"
+        fix = "use few sizes: pad the batch, or drop the last one (drop_last=True)"
     else:
         fix = f"pad {which} to a few sizes"
     return f"{which} of {size[1]}", fix
@@ -150,7 +147,7 @@ class CallReasons:
         return self._counts.copy(), self._changed.copy()
 
     def told(self, counts: Mapping[str, int], since: Noted | None = None) -> tuple[Reason, ...]:
-        """Tell what was noted since as reasons; `counts` are what the partition's counters grew by."""
+        """Return everything noted since as reasons; `counts` are what the partition's counters grew by."""
         before, changed_before = since or (Counter(), Counter())
         calls, details = counts["calls"], dict(self._details)
         without = self._counts - before
@@ -164,9 +161,7 @@ class CallReasons:
             found.append(Reason(code, "", detail, OTHER_FIXES[code], line))
         ended = counts["plain_calls"] + counts["warmups"] + counts["replays"]
         if (raised := calls - ended) > 0:
-            detail = (
-                f"{raised} of {many(calls, 'call')} did not end: they raised an error, or go on"
-            )
+            detail = f"{raised} of {many(calls, 'call')} did not end: they raised an error, or are still running"
             found.append(Reason("raised", "", detail, OTHER_FIXES["raised"]))
         if excused(counts) == counts["warmups"]:
             return tuple(found)
@@ -176,12 +171,12 @@ class CallReasons:
 
 def _new(code: str, name: str, line: str | None, count: int, calls: int) -> Reason:
     many_calls = f"{count} of {many(calls, 'call')}"
-    detail = (
-        f"{NEW[code]} in {many_calls}: such calls run without a graph, or make a recording each"
-    )
+    detail = f"{NEW[code]} in {many_calls}: each such call warms up, or is recorded"
     fix = OTHER_FIXES[code]
     if code == "new_tensor" and name.endswith(".grad"):
-        fix = "keep gradients where they lie: zero_grad(set_to_none=False), so that backwards add to them"
+        fix = (
+            "keep gradients in place with zero_grad(set_to_none=False): backwards add to them then"
+        )
     elif code == "new_shape" and is_size(name):
         fix = new_value(name)[1]
     return Reason(code, name, detail, fix, line)

@@ -48,7 +48,7 @@ def number_of(node: Any) -> int:
 
 
 def saved_on(node: Any) -> Iterator[Any]:
-    """Values that a node of an autograd graph saved: a `torch._C._autograd.SavedTensor` each."""
+    """Return the tensors that a node of an autograd graph saved: a `torch._C._autograd.SavedTensor` each."""
     for name in _raw_saved(type(node)):
         value = getattr(node, name)
         yield from value if isinstance(value, tuple) else (value,)
@@ -63,7 +63,7 @@ def saved_tensor(saved: Any) -> torch.Tensor | None:
 
 
 def unpack_hook(saved: Any) -> Any:
-    """The hook that will give a saved tensor back, None if none has packed it."""
+    """Return the hook that gives a saved tensor back, if hooks have packed it."""
     return getattr(saved, "unpack_hook", None)
 
 
@@ -123,7 +123,7 @@ def checkpoint_hooks(
 
 @contextlib.contextmanager
 def double_backwards_raise(error: Callable[[], Exception]) -> Iterator[None]:
-    """Have what AOTAutograd compiles inside raise an error of ours where its gradients are differentiated again.
+    """Make functions that AOTAutograd compiles inside raise our error if their gradients are differentiated again.
 
     AOTAutograd makes an autograd function for each graph, whose gradients under `create_graph=True` end in a node that
     raises, if they depend on saved tensors that require grad. Autograd leaves such nodes out where they lead to nothing

@@ -102,7 +102,7 @@ def is_disabled(fn: Any) -> bool:
 
 
 def input_names(gm: torch.fx.GraphModule) -> list[str]:
-    """Name each input of Dynamo's graph as the user does: `layers.0.weight`, `batch['ids']`, else the placeholder's name."""
+    """Return the user's name of each input of Dynamo's graph: `layers.0.weight`, `batch['ids']`, else the placeholder's name."""
     nodes = gm.graph.find_nodes(op="placeholder")
     sources = [_source_name(node) for node in nodes]
     names = [named_by_user(source) for source in sources]
@@ -192,7 +192,7 @@ def forget_compiled(code: types.CodeType) -> None:
 
 
 def not_one_graph() -> tuple[type[BaseException], ...]:
-    """Errors that Dynamo raises where a function is more than one graph, and `fullgraph=True`.
+    """Return the errors that Dynamo raises if a function is more than one graph and `fullgraph=True`.
 
     Source: torch/_dynamo/exc.py, 2.11 to 2.15.
     """

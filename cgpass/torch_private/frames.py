@@ -1,4 +1,4 @@
-"""Reads what Dynamo counts, gives up, and breaks at."""
+"""Reads Dynamo's counters, graph breaks, and functions that it gave up."""
 
 import functools
 import sys
@@ -16,7 +16,7 @@ _forgotten: Any = None
 
 
 def compilations(*, since_reset: bool = False) -> list[Any]:
-    """List torch's notes of compilations, oldest first: which function each was of, how it went, why it was needed.
+    """Return torch's notes of compilations, oldest first: which function each was of, how it went, why it was needed.
 
     Backwards that are compiled when they first run are among them, without a function's name. Dynamo is not loaded for
     it: a script may still set what that reads when it is.

@@ -62,7 +62,7 @@ def release_pool(device: int, pool: tuple[int, int]) -> None:
 
 
 def pool_segments(pool: tuple[int, int]) -> list[dict[str, Any]]:
-    """List the segments of a pool, from the allocator's own records: `torch.cuda.memory_snapshot`'s segments."""
+    """Return the allocator's segments of a pool, from its own records: `torch.cuda.memory_snapshot`'s segments."""
     return torch.cuda.memory_snapshot(_held_once_more(pool), include_traces=False)
 
 

@@ -16,7 +16,7 @@ from cgpass.torch_private.training_graphs import knows_external_objects
 
 
 def told_by_no_key() -> tuple[Any, ...] | None:
-    """List all that a trace depends on and AOTAutograd's key has not in every version, None if nothing is to be kept.
+    """Return the state that a trace depends on and AOTAutograd's key may lack, None if nothing is to be kept.
 
     Of decompositions and patterns that somebody changed it knows as little as AOTAutograd's own key.
 

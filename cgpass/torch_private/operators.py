@@ -37,7 +37,7 @@ def wrap_formula(target: object, wrap: Callable[..., Any]) -> None:
 
 
 def cpu_implementation(op: object) -> Callable[..., Any] | None:
-    """The function that runs a custom operator on CPU, past whatever intercepts the call; None for torch's own operators.
+    """Return the CPU implementation of a custom operator, past anything that intercepts the call; None for torch's own operators.
 
     Dispatch modes that are entered see what it calls. Operators that write an argument are called through a
     higher-order operator (`auto_functionalized`), which has a Python implementation.

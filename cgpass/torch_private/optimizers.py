@@ -88,7 +88,7 @@ def step_hooks(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
 
 
 def kernel_flags() -> dict[str, Any]:
-    """Settings that choose kernels, not all of which Dynamo guards.
+    """Return the flags that choose kernels, beside their inputs; Dynamo does not guard all of them.
 
     Source: torch/csrc/Module.cpp, 2.11 to 2.15; the older `allow_tf32` raise where a user set the newer names.
     """

@@ -111,7 +111,7 @@ def _make(
 
 
 def finished_work() -> Any:
-    """Make the result that an operator of `c10d` has for work that is done.
+    """Return a finished work object, as operators of `c10d` return it.
 
     Source: torch/csrc/distributed/c10d/init.cpp, `FakeWork` and `Work.boxed`, 2.11 to 2.15.
     """

@@ -57,7 +57,7 @@ def test_times_and_memory_of_a_training_step(compiler):
         (recording,) = part.recordings
         assert recording.record_ms > 0
     assert torch.cuda.get_device_name() in str(report)
-    assert "of the time on the device inside graphs" in str(report)
+    assert "of the device time was inside graphs" in str(report)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.cuda.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())

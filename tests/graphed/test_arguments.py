@@ -179,4 +179,4 @@ def test_code_that_asks_whether_arguments_are_one(setting, sample, form, caplog)
                 is_plain = (kind == "one") is (sample == "two")
                 assert graphed.stats.plain_calls - before == is_plain
     (message,) = [each.getMessage() for each in caplog.records]
-    assert "runs without a graph: other arguments are one tensor than in the sample" in message
+    assert "runs without a graph: in the sample, other arguments were the same tensor" in message

@@ -191,7 +191,7 @@ def test_sparse_gradients_are_refused(setting):
     module = setting.module(torch.nn.Embedding(5, 3, sparse=True))
     with pytest.raises(
         cgpass.errors.GraphedArgumentError,
-        match=r"Embedding has gradients of layout torch\.sparse_coo\. Have it make dense ones",
+        match=r"Embedding has gradients of layout torch\.sparse_coo\. Make them dense",
     ):
         setting.graphed(module, (torch.tensor([1, 2], device=setting.device),))
 

@@ -238,7 +238,7 @@ def test_one_for_another(setting, caplog):
     graphed.graphed.reset()
     check(setting, graphed, plain, x, 2)
     assert graphed.graphed.stats.plain_calls == 2
-    assert "reset() has it recorded again" in caplog.text
+    assert "reset() makes it record again" in caplog.text
 
 
 def test_of_modules_that_a_function_calls(setting, caplog):

@@ -170,7 +170,7 @@ def test_settings_of_torchs_checkpoint_are_refused(made):
     assert str(error.value) == (
         "cgpass.checkpoint: preserve_rng_state is a setting of torch.utils.checkpoint that cgpass.checkpoint doesn't "
         "have (random numbers are always preserved, recomputations always end early), and fn has no argument of that "
-        "name. Leave it out; if fn shall have it, pass functools.partial(fn, preserve_rng_state=...)."
+        "name. Leave it out; if fn needs it, pass functools.partial(fn, preserve_rng_state=...)."
     )
 
 

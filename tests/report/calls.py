@@ -131,7 +131,7 @@ def of_a_new_shape_each():
 CALLS = {
     "max_recordings": (
         too_many_shapes,
-        "3 of 5 calls ran without a graph: as many shapes are recorded as max_recordings=1 allows, and another value",
+        "3 of 5 calls ran without a graph: max_recordings=1 shapes are recorded, and",
     ),
     "max_pending_calls": (
         held,
@@ -139,21 +139,21 @@ CALLS = {
     ),
     "not_in_the_pool": (
         made_elsewhere,
-        "1 of 4 calls ran without a graph: what made x0 ran without a graph",
+        "1 of 4 calls ran without a graph: the partition that makes x0 ran without a graph",
     ),
     "transform": (
         lambda: bypassed("transform"),
-        "1 of 1 call ran without a graph: they came from inside of a transform",
+        "1 of 1 call ran without a graph: they were made inside a transform",
     ),
     "no_native_code": (
         lambda: bypassed("no_native_code"),
-        "1 of 1 call ran without a graph: cgpass has no native code, which recordings need",
+        "1 of 1 call ran without a graph: recording needs the native code, which is missing",
     ),
     "outer_capture": (
         captured_by_others,
-        "1 of 1 call ran without a graph: somebody else captured a graph of them",
+        "1 of 1 call ran without a graph: they ran inside a capture of your own",
     ),
-    "raised": (raising, "1 of 1 call did not end: they raised an error, or go on"),
+    "raised": (raising, "1 of 1 call did not end: they raised an error, or are still running"),
     "shares_memory": (
         sharing,
         (
@@ -176,11 +176,11 @@ CALLS = {
     ),
     "new_tensor": (
         replaced,
-        "is a new tensor in 11 of 12 calls: such calls run without a graph, or make a recording each",
+        "is a new tensor in 11 of 12 calls: each such call warms up, or is recorded",
     ),
     "new_shape": (
         of_a_new_shape_each,
-        "has another value or layout in 11 of 12 calls: such calls run without a graph, or make a recording each",
+        "has another value or layout in 11 of 12 calls: each such call warms up, or is recorded",
     ),
 }
 """Code: what provokes it, and the reason's detail."""

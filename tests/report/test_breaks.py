@@ -16,7 +16,7 @@ from cgpass.compile.facts import breaks
 from cgpass.report.report import Report
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
-CALLED = "; or put what can be compiled into functions of its own"
+CALLED = "; or move the code that can be compiled into its own function"
 log = logging.getLogger(__name__)
 
 pytestmark = pytest.mark.usefixtures("simulated", "counted_alone")
@@ -95,7 +95,7 @@ def test_the_rest_of_a_function_behind_a_break_in_a_block_is_left_to_eager(given
     assert f"{left.rest} runs in eager because of {at(cut)} in {cut.__name__}: " in text
     assert f": {left.detail} [graph_break] Do: {left.fix}" in text
     assert "operators of compiled code ran in graphs" in text
-    assert "what is left to eager is not among the operators" in text
+    assert "code left to eager is not counted" in text
     assert "step_unsupported" not in text
     assert Report.from_dict(report.to_dict()) == report
 

@@ -44,7 +44,7 @@ def test_new_gradients_are_told_how_to_stay():
         {"calls": 20, "plain_calls": 0, "warmups": 6, "recordings": 1, "replays": 14}
     )
     assert (grad.code, weight.code) == ("new_tensor", "new_tensor")
-    assert grad.fix.startswith("keep gradients where they lie: zero_grad(set_to_none=False)")
+    assert grad.fix.startswith("keep gradients in place with zero_grad(set_to_none=False)")
     assert weight.fix == OTHER_FIXES["new_tensor"]
 
 
@@ -81,12 +81,15 @@ def test_a_check_and_a_report_of_all_tell_the_same_share(simulated, counted_alon
     assert (
         "33.3% of the 108 operators of compiled functions ran in graphs, 0 boundaries, 18" in text
     )
-    assert "x.size(0) came [max_recordings] Do: pad inputs to a few sizes, or raise" in text
+    assert (
+        "x.size(0) had a new value or layout [max_recordings] Do: pad inputs to a few sizes, or raise"
+        in text
+    )
     passes, text = check.verdict(report, 0.95)
     assert not passes
     assert "FAILED: 33.3% of the 108 operators that compiled functions ran after" in joined(text)
     (line,) = check.fell_back(report)
-    assert "captured_0: 18 of 30 calls ran without a graph: as many shapes are recorded" in line
+    assert "captured_0: 18 of 30 calls ran without a graph: max_recordings=" in line
     assert line.endswith("[max_recordings]; pad inputs to a few sizes, or raise max_recordings")
 
 

@@ -57,7 +57,7 @@ def test_a_script_that_is_captured_passes(script, counted_alone, capsys, monkeyp
     assert done.value.code == 0
     assert capsys.readouterr().out == (
         "ran 5\ncgpass check: passed: 100% of the 16 operators that compiled functions ran after their warm-ups were\n"
-        "  captured, 95% are wanted\n"
+        "  captured, 95% required\n"
     )
     assert command.main(["report", str(script.with_name("all.json")), "-o", "-"]) == 0
     assert "beside.py:3 in fn" in capsys.readouterr().out
@@ -68,7 +68,7 @@ def test_a_script_that_is_not_fails_with_the_list(script, counted_alone, capsys,
     assert command.main(["check", "--min-captured", "0.5", str(script), "5"]) == 1
     shown = capsys.readouterr().out
     assert "FAILED: 0% of the 20 operators" in shown
-    assert "50% are wanted" in shown
+    assert "50% required" in shown
     assert "1. inference of beside.py:3 in fn\n" in shown
     assert "it runs without CUDA graphs: it uses no CUDA device\n" in shown
     assert "Do: move it to CUDA" in shown
@@ -139,8 +139,8 @@ def test_nothing_to_check(counted_alone):
     passes, text = check.verdict(Report(), 0.5)
     assert not passes
     assert " ".join(text.split()) == (
-        'cgpass check: FAILED: nothing was compiled by cgpass: torch.compile(..., backend="cgpass") in this process is '
-        "what is checked, callables graphed by hand are not (cgpass.expect asks for their replays)"
+        'cgpass check: FAILED: nothing was compiled by cgpass: only torch.compile(..., backend="cgpass") in this process '
+        "is checked, callables graphed by hand are not (cgpass.expect asks for their replays)"
     )
     passes, text = check.verdict(did(host, X), 0.5)
     assert not passes
@@ -159,8 +159,8 @@ def test_graph_breaks_are_named_and_not_counted(counted_alone):
     passes, text = check.verdict(did(fn, X, X, X), 0.95)
     assert passes
     assert "100% of the 16 operators" in text
-    assert f"1. test_check.py:{line} in fn: graph break: torch._dynamo.graph_break() is" in text
-    assert "what runs at graph breaks, outside of compiled functions, is not among" in text
+    assert f"1. test_check.py:{line} in fn: torch._dynamo.graph_break()" in text
+    assert "code at graph breaks, outside of compiled functions, is not" in text
     first, second, broken, _ = cgpass.summary().splitlines()
     assert first.startswith("inference of test_check.py:")
     assert broken.startswith(f"at test_check.py:{line} in fn: torch._dynamo.graph_break()")
@@ -251,9 +251,9 @@ def test_a_script_of_whole_steps_passes_if_they_are_one_graph():
     passes, text = check.verdict(report, 0.95)
     assert passes
     assert text == (
-        "cgpass check: passed: 100% of 4 training steps after first ones were one graph, 95% are wanted"
+        "cgpass check: passed: 100% of 4 training steps after first ones were one graph, 95% required"
     )
     assert not check.verdict(dataclasses.replace(report, whole_steps=3), 0.95)[0]
     headline = str(report).splitlines()[0]
-    assert headline == "training steps, or what was graphed by hand, ran: see below"
+    assert headline == "only training steps or callables graphed by hand ran: see below"
     assert {graph.place.partition(":")[0] for graph in report.graphs} == {"test_check.py"}

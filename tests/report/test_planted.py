@@ -119,19 +119,19 @@ PLANTED = {
         lambda: calls(chain_of_two, X, X.double()),
         chain_of_two,
         "compiled once more: tensor 'x' dtype mismatch. expected Float, actual Double [recompiled]",
-        "keep dtypes, sizes and Python values the same from call to call",
+        "keep dtypes, sizes and Python values the same in every call",
     ),
     "moved parameter": (
         moves,
         Moved.forward,
-        "weight is at a new place: its 32 B are copied in each such call [moved]",
+        "weight has moved: each such call copies its 32 B [moved]",
         "write into it in place (copy_) instead of replacing it",
     ),
     "two sizes": (
         lambda: calls(chain_of_two, X, X[:6], times=8),
         chain_of_two,
         "compiled once more: tensor 'x' size mismatch at index 0. expected 8, actual 6 [recompiled]",
-        "keep dtypes, sizes and Python values the same from call to call",
+        "keep dtypes, sizes and Python values the same in every call",
     ),
     "tiny graph": (
         lambda: calls(tiny, X),
@@ -147,21 +147,21 @@ PLANTED = {
         Counts.forward,
         (
             "it was compiled 8 times, as often as torch._dynamo.config.recompile_limit allows; the guard that failed last: "
-            "self.calls == 7. Calls that fit none of these run in eager [recompile_limit]"
+            "self.calls == 7. Calls that no compiled version fits run in eager [recompile_limit]"
         ),
-        "keep what changes from call to call the same, or make it a tensor",
+        "keep the value that changes the same, or make it a tensor",
     ),
     "custom operator": (
         lambda: calls(custom, X),
         custom,
         "planted.waits.default: capturing it failed (RuntimeError: operation not permitted when stream is capturing: aten.item.default) [failed_capture]",
-        "name it in unsafe_ops to have it known from the start",
+        "name it in unsafe_ops to avoid the failed capture",
     ),
     "graph break in a loop": (
         lambda: calls(loop, X),
         loop,
         "graph break: torch._dynamo.graph_break() is called, in a loop [graph_break]",
-        "remove it; or put what can be compiled into functions of its own",
+        "remove it; or move the code that can be compiled into its own function",
     ),
 }
 if torch.__version__ < "2.13":

@@ -34,7 +34,7 @@ def test_it_is_kept_in_files(tmp_path):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ([], "this is no report of cgpass"),
+        ([], "this is not a report of cgpass"),
         ({}, "the key 'schema' was expected"),
         ({"schema": 1, "cgpass": "0.0.1"}, "read it with the version that wrote it"),
         ({"schema": SCHEMA, "nothing": 1}, "the report is damaged"),
@@ -48,7 +48,7 @@ def test_what_is_no_report(data, message):
 
 def test_files_that_are_no_reports(tmp_path, capsys):
     path = tmp_path / "r.json"
-    for text, message in [(None, "can't be read"), ("{", "is no JSON"), ("[]", "is no report")]:
+    for text, message in [(None, "can't be read"), ("{", "is not JSON"), ("[]", "is not a report")]:
         if text is not None:
             path.write_text(text)
         assert command.main(["report", str(path)]) == 2
@@ -71,7 +71,7 @@ def test_the_headline_comes_first_and_then_what_costs_most():
     report = sample()
     lines = str(report).splitlines()
     assert lines[0] == (
-        "60% of the time on the device inside graphs, 3 boundaries, 3 calls without a graph"
+        "60% of the device time was inside graphs, 3 boundaries, 3 calls without a graph"
     )
     assert "a call takes 1.500 ms with graphs, 4.500 ms without (3.00 times as long)" in lines
     begin = lines.index("What costs most:")
@@ -141,7 +141,7 @@ def test_a_report_of_nothing():
     assert headline(empty) == NOTHING
     assert NOTHING in page(empty).text
     steps = dataclasses.replace(empty, others=("train_step of f: 3 calls",))
-    assert headline(steps).startswith("training steps")
+    assert headline(steps).startswith("only training steps")
     assert "train_step of f: 3 calls" in str(steps)
 
 

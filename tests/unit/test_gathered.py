@@ -146,7 +146,7 @@ def test_where_torch_refuses_a_pool_there_is_none_and_a_warning_says_so_once(
             with ALLOCATING(CUDA):
                 assert told == []
     (record,) = caplog.records
-    assert "since torch gives it no memory pool of its own (no pool): layers may" in record.message
+    assert "have no memory pool of their own (no pool): layers may" in record.message
     with monkeypatch.context() as patch:
         patch.setattr(gathered, "_pool", fails_with(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt), ALLOCATING(CUDA):

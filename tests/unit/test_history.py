@@ -58,7 +58,7 @@ def test_values_of_other_partitions_that_lie_elsewhere():
     for n in (2, 2, 3, 3, 3):
         both(n)
     assert causes(second) == ["first", "memory"]
-    assert "values of other partitions lie elsewhere: x0" in second.notes[-1].detail
+    assert "values of other partitions moved: x0" in second.notes[-1].detail
 
 
 def test_results_that_are_held_with_their_backward_to_come():
@@ -102,7 +102,7 @@ def test_recordings_that_are_made_once_more_say_why():
     for _ in range(2):
         call(run, torch.ones(2))
     assert causes(run) == ["first", "anew", "anew"]
-    assert run.notes[1].detail.startswith("memory was laid out anew")
+    assert run.notes[1].detail.startswith("the memory layout changed")
     assert run.notes[2].detail.startswith("recordings were freed")
 
 

@@ -236,19 +236,14 @@ def test_no_compiler_is_said_once_and_nothing_is_recorded(monkeypatch, tmp_path,
     torch.compiler.reset()
     why = "no C++ compiler was found (c++, g++, clang++)"
     assert caplog.messages == [
-        (
-            "cgpass has no native code, without which nothing is recorded and everything runs without a graph: "
-            f"{why}. {INSTALL}"
-        )
+        (f"cgpass has no native code, so everything runs without a graph: {why}. {INSTALL}")
     ]
     assert summary.splitlines()[-1] == f"native code: not in use: {why}"
-    assert (
-        "3 of 3 calls ran without a graph: cgpass has no native code, which recordings" in summary
-    )
+    assert "3 of 3 calls ran without a graph: recording needs the native code" in summary
 
 
-INSTALL = "Install g++ or clang++, or name a compiler by CXX=."
-ANOTHER = "Name another compiler by CXX=, or install g++ or clang++."
+INSTALL = "Install g++ or clang++, or set CXX to a compiler."
+ANOTHER = "Set CXX to another compiler, or install g++ or clang++."
 
 
 @pytest.mark.parametrize(
@@ -274,7 +269,7 @@ def test_a_failed_build_is_said_once(
         assert not native.loader.wait()
         assert not native.loader.wait()
     (message,) = caplog.messages
-    more = " (`python -m cgpass build` shows all that it said)" if says else ""
+    more = " (`python -m cgpass build` shows its whole output)" if says else ""
     assert message.endswith(f" everything runs without a graph: {why}{more}. {fix}")
     assert main(["build"]) == 1
     assert capsys.readouterr().err == f"{says}cgpass build: {why}. {fix}\n"
@@ -295,4 +290,4 @@ def test_a_file_of_another_torch_is_not_loaded(monkeypatch, tmp_path, caplog):
     (tmp_path / "cgpass" / native.file_name()).write_text("nothing to load")
     assert not native.loader.wait()
     assert "can't be loaded: " in caplog.text
-    assert "Delete the file to have it compiled again." in caplog.text
+    assert "Delete the file to compile it again." in caplog.text

@@ -75,7 +75,7 @@ def test_variables_that_are_no_options_are_named_in_one_warning(monkeypatch, cap
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage().startswith(
-        "cgpass: environment variables that are no options are ignored: CGPASS_OPTIONS, CGPASS_SIMULATED; options are "
+        "cgpass: unknown environment variables are ignored: CGPASS_OPTIONS, CGPASS_SIMULATED; options are "
         "CGPASS_ followed by one of COMPILER, DRIVER, "
     )
 

@@ -100,5 +100,5 @@ def test_collectives_run_between_graphs_where_they_may_not_be_captured(environme
         assert str(get_reason(node)) == (
             f"_c10d_functional.all_reduce.default{f' at {line}' if line else ''}: NCCL would register its buffers, which "
             "lie in expandable segments: that corrupts memory [expandable_segments]; set NCCL_GRAPH_REGISTER=0 in the "
-            "environment, or import cgpass before the first process group is made; or leave expandable_segments off"
+            "environment, import cgpass before the first process group is made, or turn expandable_segments off"
         )

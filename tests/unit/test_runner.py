@@ -312,14 +312,14 @@ def test_what_is_too_large_to_be_copied_is_named_once_and_no_warm_up_for_ever(ca
             run.run(list(args))
         return warnings(caplog)
 
-    limit, said = "(max_copied_mib=0).", "3 calls came that were never recorded, since"
+    limit, said = "(max_copied_mib=0).", "3 calls were never recorded, since"
     said = f"forward captured_0: calls like this one run without a graph: {said}"
     w, moving = X.clone(), X.clone()
     saved = runner(lambda s, w: [s * w], POOLED, STATIC, max_copied_mib=0)
     assert warned(saved, [(X.clone(), w) for _ in range(5)]) == [
         (
-            f"{said} x0 (float32[2], read at model.py:0 in forward: code) lie at a new place in each, and are too large to be "
-            f"copied {limit} Leave saved tensors where they lie (hooks and offloading move them), or raise max_copied_mib."
+            f"{said} each had x0 (float32[2], read at model.py:0 in forward: code) at a new address, and they are too large to be "
+            f"copied {limit} Keep saved tensors in place (hooks and offloading move them), or raise max_copied_mib."
         )
     ]
     kept = [moving.data]
@@ -335,7 +335,7 @@ def test_what_is_too_large_to_be_copied_is_named_once_and_no_warm_up_for_ever(ca
     static.run([X, moving])
     assert warned(static, moved()) == [
         (
-            f"{said} x1 (float32[2], read at model.py:1 in forward: code) lie at a new place in each, and are too large to be "
+            f"{said} each had x1 (float32[2], read at model.py:1 in forward: code) at a new address, and they are too large to be "
             f"copied {limit} Write into it in place (copy_) instead of replacing it."
         )
     ]
@@ -378,7 +378,7 @@ def test_sizes_that_do_not_come_again_are_named_once(caplog):
     for n in range(20):
         call(run, X, n)
     (message,) = warnings(caplog)
-    assert "since each came with another value or layout of x1 (" in message
+    assert "since each had a new value or layout of x1 (" in message
 
 
 def test_one_more_call_without_a_graph_leaves_known_how_far_operators_draw():
@@ -399,7 +399,9 @@ def test_what_shares_memory_with_what_is_written_says_that_and_not_a_size(caplog
         base = torch.ones(4)
         call(run, base[:2], base[2:])
     (record,) = caplog.records
-    assert "can't be copied, since an input that is written shares memory" in record.getMessage()
+    assert (
+        "can't be copied, since the graph writes an input that shares memory" in record.getMessage()
+    )
     assert "max_copied_mib" not in record.getMessage()
 
 

@@ -366,7 +366,7 @@ def test_offsets_that_never_repeat(setting, caplog):
         return [call(whole[2 * n : 2 * n + 12]) for n in range(131)]
 
     setting.compare(program)
-    assert "128 calls came that were never recorded" in caplog.text
+    assert "128 calls were never recorded" in caplog.text
 
 
 # ---- jagged tensors: those of equal sizes share recordings, whatever their offsets are

@@ -843,7 +843,7 @@ def test_nothing_grows_with_thousands_of_sizes(way, training, sizes, caplog):
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 1 + training, messages
     assert all(
-        "never recorded, since each came with another value or layout of x.size(0)" in each
+        "never recorded, since each had a new value or layout of x.size(0)" in each
         for each in messages
     )
 

@@ -92,7 +92,7 @@ def test_calls_that_ran_without_a_graph_are_named():
             call(torch.ones(size))
     *_, head, line, _ = cgpass.summary().splitlines()
     assert head.endswith("1 partition captured (4 operators), 0 eager (0 operators)")
-    assert line.startswith("  captured_0: 6 of 9 calls ran without a graph: as many shapes are")
+    assert line.startswith("  captured_0: 6 of 9 calls ran without a graph: max_recordings=")
     assert line.endswith(" [max_recordings]; pad inputs to a few sizes, or raise max_recordings")
     torch.compiler.reset()
 
@@ -199,14 +199,14 @@ def test_the_recompile_limit_is_named(fn, place):
     many_options(fn, X)
     said = (
         "it was compiled 8 times, as often as torch._dynamo.config.recompile_limit allows, the last time since backend or "
-        "options were others. Calls that fit none of these run in eager"
+        "options were others. Calls that no compiled version fits run in eager"
     )
     head, *lines = cgpass.summary().splitlines()
     assert head.endswith(" eager (0 operators) (8 times)")
     (line,) = [each for each in lines if "left to eager" in each]
     assert line == (
         f"left to eager: {place}: {said} [recompile_limit]; compile it once, with one set of options, or call "
-        "torch.compiler.reset() before it gets others"
+        "torch.compiler.reset() before you change them"
     )
     (left,) = cgpass.explain(fn(), X).left_to_eager
     assert (left.rest, left.detail, left.is_earlier) == (place, said, True)

@@ -246,7 +246,7 @@ def left_to_eager(before: Sequence[Any]) -> list[Reason]:
 
 
 def recompiled(before: Sequence[Any]) -> list[Reason]:
-    """Why functions that cgpass compiles were compiled once more: the last cause at each line, and how often."""
+    """List the recompilations of functions that cgpass compiles: the last cause at each line, and how often."""
     old, found = set(map(id, before)), dict[str, Reason]()
     for each in torch_private.compilations():
         text, is_new = each.recompile_reason, id(each) not in old and torch_private.is_ours(each)
@@ -263,7 +263,7 @@ def recompiled(before: Sequence[Any]) -> list[Reason]:
 
 def _where(function: Function) -> str:
     if len(function) == 1:
-        return "a function without a line of its own"
+        return "a function whose line is unknown"
     file, line, name = function
     if file.endswith(_WRAPPER):
         return "modules of torch's own classes, as nn.Sequential (they count as one function)"
@@ -320,7 +320,7 @@ def _at_limit(compilation: Any, rest: str) -> Reason:
     if cause.startswith(_OTHER_BACKEND):
         why, fix = ", the last time since backend or options were others", OTHER_OPTIONS
     often = f"{times} times, as often as torch._dynamo.config.{option} allows"
-    detail = f"it was compiled {often}{why}. Calls that fit none of these run in eager"
+    detail = f"it was compiled {often}{why}. Calls that no compiled version fits run in eager"
     return Reason("recompile_limit", "", detail, fix, line, rest)
 
 

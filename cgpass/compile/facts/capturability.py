@@ -82,7 +82,7 @@ def why_not_capturable(
     unsafe_ops: frozenset[str] = frozenset(),
     collectives: bool = True,
 ) -> Reason | None:
-    """Return why `node` can't be part of a CUDA graph on `device`, None if it can.
+    """Return the reason why `node` can't be part of a CUDA graph on `device`, None if it can.
 
     Placeholders, outputs, `get_attr`, host scalars and arguments are never in the way.
     """
@@ -104,7 +104,7 @@ def _judge(query: _Query) -> Reason | None:
 
 
 def _fix(query: _Query, code: str) -> str:
-    """Return the remedy for the operator itself where one is known, else that for its reason."""
+    """Return the remedy for the operator itself if one is known, else the remedy for the reason's code."""
     name = _short_name(query.op) if isinstance(query.op, torch._ops.OpOverload) else ""
     if code not in op_tables.OPERATOR_CODES and name != "lift_fresh_copy":
         return op_tables.FIXES[code]
@@ -117,7 +117,7 @@ def _fix(query: _Query, code: str) -> str:
 
 
 def op_name(node: fx.Node) -> str:
-    """Name the operator that a node calls for messages."""
+    """Return the name of a node's operator for messages."""
     op = values.called(node)[0]
     name = values.hop_name(node)
     if name is not None:
@@ -134,7 +134,7 @@ def _short_name(op: torch._ops.OpOverload) -> str:
 
 
 def _operator_names(target: object) -> frozenset[str]:
-    """Names of an operator in `unsafe_ops`: `"ns::op"` and `"ns::op.overload"`."""
+    """Return the names of an operator that `unsafe_ops` accepts: `"ns::op"` and `"ns::op.overload"`."""
     if isinstance(target, torch._ops.OpOverload):
         name = target._schema.name
         return frozenset({name, f"{name}.{target._overloadname}"})
@@ -215,7 +215,7 @@ def _by_operator(query: _Query) -> _Found:
     if name == "_assert_scalar":
         return "host_only", "it checks a number on the host, and makes no tensor"
     if op.namespace in op_tables.HOST_NAMESPACES or name in op_tables.HOST_STATE:
-        return "host_state", "it changes what the host knows, which a replay does not do again"
+        return "host_state", "it changes state of the host, which a replay does not repeat"
     if name in op_tables.SYNCS or str(op) in op_tables.SYNCS:
         return "host_sync", "its implementation waits for the device or copies to the host"
     detail = _why_it_waits(node, name)
@@ -223,7 +223,7 @@ def _by_operator(query: _Query) -> _Found:
 
 
 def _why_it_waits(node: fx.Node, name: str) -> str | None:
-    """Tell why an operator waits for the device with these arguments, if it does."""
+    """Return the cause of an operator's wait for the device with these arguments, if it waits."""
     if name == "histc" and values.argument(node, "min") == values.argument(node, "max"):
         return "without a range it reads the smallest and largest value on the host"
     if name == "_grouped_mm" and any(t.dtype != torch.bfloat16 for t in values.tensors(node)):
@@ -231,7 +231,7 @@ def _why_it_waits(node: fx.Node, name: str) -> str | None:
     for read in op_tables.READ_ON_THE_HOST.get(name, ()):
         on_device = any(t.device.type != "cpu" for t in values.argument_tensors(node, read))
         if on_device or values.argument(node, read) is True:
-            return f"its argument {read} has it read data on the host"
+            return f"its argument {read} makes it read data on the host"
     return None
 
 
@@ -252,7 +252,7 @@ def _higher_order(query: _Query) -> _Found:
         return None
     name = op.name()
     if name in op_tables.CONTROL_FLOW:
-        return "control_flow", "which way it goes is decided on the host"
+        return "control_flow", "the host decides which branch runs"
     if name in op_tables.CAPTURABLE_HOPS:
         return None
     if name not in op_tables.NESTED_GRAPH_HOPS:
@@ -280,7 +280,7 @@ def _effects(query: _Query) -> _Found:
     if isinstance(op, torch._ops.OpOverload) and op._schema.name in op_tables.EFFECT_TOKENS:
         return "effect_token", "it keeps the order of side effects and computes nothing"
     if values.hop_name(query.node) == "with_effects":
-        return "side_effect", "it has side effects, which a replay does not have again"
+        return "side_effect", "it has side effects, which a replay does not repeat"
     return None
 
 
@@ -301,7 +301,7 @@ def _devices(query: _Query) -> _Found:
     if makes:
         return "device_to_host", "it copies to the CPU and waits for the device"
     if query.node.meta.get(LIFTED):
-        return "lifted", "it copies a CPU scalar to the device, so that what reads it is captured"
+        return "lifted", "it copies a CPU scalar to the device, so that its readers can be captured"
     if isinstance(query.op, torch._ops.OpOverload) and _short_name(query.op) in op_tables.COPIES:
         detail = "it copies from CPU memory, which has to be pinned and stay in place"
         return "host_to_device", detail
@@ -338,7 +338,7 @@ def _unbacked(query: _Query) -> _Found:
 
 def _last_of_all(query: _Query) -> _Found:
     if not query.inputs and not query.outputs:
-        return "host_only", "it reads and makes no tensors, so nothing of it runs on the device"
+        return "host_only", "it reads and makes no tensors, so it does no work on the device"
     if not query.collectives and values.is_collective(query.node):
         why = "NCCL would register its buffers, which lie in expandable segments: that corrupts memory"
         return "expandable_segments", why

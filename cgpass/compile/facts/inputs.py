@@ -94,7 +94,7 @@ def _resized_placeholders(placeholders: Sequence[fx.Node]) -> frozenset[fx.Node]
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """Follow views to the node that they begin with."""
+    """Return the base of a node that is a view."""
     keys = values.storage_keys(node)
     while bases := [n for n in node.all_input_nodes if keys & values.storage_keys(n)]:
         node = bases[0]

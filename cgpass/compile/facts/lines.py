@@ -30,7 +30,7 @@ def function_name(name: str) -> str:
 
 
 def user_line(node: fx.Node) -> str | None:
-    """Find the user's line for a node: `model.py:41 in forward: code`, or else `module layers.0 (Linear)`."""
+    """Return the user's line of a node: `model.py:41 in forward: code`, or else `module layers.0 (Linear)`."""
     found = None
     for place, source in _user_frames(node):
         found = f"{place}: {source}" if source else place
@@ -53,7 +53,7 @@ def _modules(node: fx.Node) -> list[tuple[str, object]]:
 
 
 def spans(gm: fx.GraphModule) -> str | None:
-    """Find the user's first and last line in a graph: `model.py:41 to model.py:47`, or the one line."""
+    """Return the user's first and last line of a graph's calls: `model.py:41 to model.py:47`, or the one line."""
     calls = (node for node in gm.graph.nodes if node.op == "call_function")
     lines = [line for line in map(user_line, calls) if line is not None]
     if not lines:
@@ -63,7 +63,7 @@ def spans(gm: fx.GraphModule) -> str | None:
 
 
 def begins_at(gm: fx.GraphModule) -> str | None:
-    """Find the beginning of the user's function that Dynamo made a graph of: `model.py:41 in forward`.
+    """Return the first line of the user's function that Dynamo traced: `model.py:41 in forward`.
 
     Decorators' frames are passed over. Where there is none, as in a `torch.nn.Sequential`, the outermost module: `module
     Sequential`. If that was compiled in place, torch names its layers only: `modules Linear to Tanh`.
@@ -82,7 +82,7 @@ def begins_at(gm: fx.GraphModule) -> str | None:
 
 
 def _torchs_own(node: fx.Node) -> str | None:
-    """Find the beginning of torch's own function that a node is of, as an optimizer's: `torch/optim/adam.py:245 in step`."""
+    """Return the first line of torch's own function that a node comes from, such as an optimizer's: `torch/optim/adam.py:245 in step`."""
     match = _FRAME.search(node.stack_trace or "")
     if match is None or not match["file"].startswith(_TORCH_ROOT):
         return None

@@ -109,21 +109,21 @@ seed, so that a recomputation gets other numbers. Source: torch/_inductor/induct
 """
 
 FIXES = {
-    "unsafe_ops": "take it out of unsafe_ops to have it captured",
-    "failed_capture": "name it in unsafe_ops to have it known from the start",
-    "python_call": "make it a custom operator, or leave it: only this runs outside of the graphs",
-    "opaque_autograd": "write the formula without item(), tolist() and sizes that depend on data",
-    "cudagraph_unsafe": "take the tag off if the operator neither syncs nor reads host memory",
+    "unsafe_ops": "remove it from unsafe_ops to capture it",
+    "failed_capture": "name it in unsafe_ops to avoid the failed capture",
+    "python_call": "make it a custom operator, or leave it: only this runs outside of graphs",
+    "opaque_autograd": "write the formula without item(), tolist() and data-dependent sizes",
+    "cudagraph_unsafe": "remove the tag if the operator neither syncs nor reads host memory",
     "host_read": "keep the value on the device (torch.where, tensor arithmetic) instead of item()",
     "dynamic_shape": "use a form with a fixed size (nonzero_static, torch.where, output_size=)",
     "host_state": "move it out of the compiled function",
-    "host_sync": "use operators that read nothing on the host, or leave it: only this runs outside of the graphs",
-    "side_effect": "leave it: only this runs outside of the graphs",
+    "host_sync": "use operators that read nothing on the host, or leave it: only this runs outside of graphs",
+    "side_effect": "leave it: only this runs outside of graphs",
     "effect_token": "leave it: nothing is lost",
     "bool_index": "use torch.where, masked_fill or integer indices instead of a boolean mask",
-    "control_flow": "choose between both results on the device (torch.where); make as many steps of a loop in each call",
-    "higher_order_op": "leave it: only this runs outside of the graphs",
-    "nested_graph": "see the operator named: it decides for the whole nested graph",
+    "control_flow": "compute both results and choose with torch.where; run a fixed number of loop steps",
+    "higher_order_op": "leave it: only this runs outside of graphs",
+    "nested_graph": "see the named operator: it keeps the whole nested graph out",
     "other_device": "move the tensor to the graph's device before the compiled function",
     "cpu_number": "leave it: it costs no device time",
     "cpu_tensor": "create the tensor on the device",
@@ -132,14 +132,14 @@ FIXES = {
     "lifted": "pass the scalar as a tensor on the device to save the copy",
     "cpu_scalar": "make the scalar on the device, or pass a Python number if it never changes",
     "layout": "use a dense strided tensor",
-    "unbacked_size": "use a form with a fixed size before this (nonzero_static, torch.where)",
+    "unbacked_size": "make the size fixed before this (nonzero_static, torch.where)",
     "host_scalar": "pass it as a tensor on the device",
     "host_only": "leave it: it costs no device time",
     "expandable_segments": (
-        "set NCCL_GRAPH_REGISTER=0 in the environment, or import cgpass before the first process group is made; or "
-        "leave expandable_segments off"
+        "set NCCL_GRAPH_REGISTER=0 in the environment, import cgpass before the first process group is made, or "
+        "turn expandable_segments off"
     ),
-    "torch_unsafe": "leave it: only this runs outside of the graphs",
+    "torch_unsafe": "leave it: only this runs outside of graphs",
 }
 """Remedies, by the code of the reason."""
 

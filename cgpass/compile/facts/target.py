@@ -20,7 +20,7 @@ class Target:
 
     @property
     def driver(self) -> str | None:
-        """The kind of driver that records there, "cuda" or "simulated"; None if nothing is recorded."""
+        """Return the driver that records it there, "cuda" or "simulated"; None if none does."""
         if not self.records:
             return None
         return "cuda" if self.device.type == "cuda" else "simulated"
@@ -53,7 +53,7 @@ def find_target(gm: fx.GraphModule, driver: str) -> Target:
         return Target(torch.device("cpu"), records=True)
     if not cuda:
         return _skipped(
-            'it uses no CUDA device; move it to CUDA, or have graphs simulated on CPU by driver="simulated"'
+            'it uses no CUDA device; move it to CUDA, or simulate graphs on the CPU with driver="simulated"'
         )
     return Target(cuda[0], records=True)
 

@@ -56,7 +56,7 @@ def hop_name(node: fx.Node) -> str | None:
 
 
 def called(node: fx.Node) -> tuple[object, tuple[object, ...], Mapping[str, object]]:
-    """Return a node's operator and arguments; those inside a wrapper that runs one operator."""
+    """Return a node's operator and arguments; for a wrapper that runs one operator, the wrapped ones."""
     at = _OPERATOR_WRAPPERS.get(hop_name(node) or "")
     if at is not None and len(node.args) > at:
         kwargs = {k: v for k, v in node.kwargs.items() if k != "rng_state"}
@@ -80,7 +80,7 @@ def _any_inside(node: fx.Node, holds: Callable[[fx.Node], bool]) -> bool:
 
 
 def attribute(gm: torch.nn.Module, path: str) -> object:
-    """Look up a dotted path in `gm`, None where there is nothing."""
+    """Return the attribute of `gm` at a dotted path, None if there is none."""
     found: object = gm
     for part in path.split("."):
         found = getattr(found, part, None)
@@ -88,7 +88,7 @@ def attribute(gm: torch.nn.Module, path: str) -> object:
 
 
 def graph_outputs(gm: fx.GraphModule) -> tuple[Any, ...]:
-    """The outputs of a graph that returns a tuple: nodes and constants."""
+    """Return the outputs of a graph that returns a tuple: nodes and constants."""
     results: Any = gm.graph.output_node().args[0]
     return tuple(results)
 
@@ -176,7 +176,7 @@ def _writes_inputs(body: fx.GraphModule) -> bool:
 
 
 def argument(node: fx.Node, name: str) -> object:
-    """The value that a node passes for the argument `name`: its default if left out, None if unknown."""
+    """Return the value that a node passes for the argument `name`: its default if left out, None if unknown."""
     target, args, kwargs = called(node)
     if not isinstance(target, torch._ops.OpOverload):
         return kwargs.get(name)

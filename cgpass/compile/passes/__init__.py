@@ -1,1 +1,1 @@
-"""Rewrites of a graph before its partitions are compiled, one pass a module."""
+"""Passes that rewrite a graph before its partitions are compiled, one pass a module."""

@@ -145,7 +145,7 @@ class _Lift:
         return found if reason is not None and reason.code == "cpu_scalar" else []
 
     def _lift(self, source: fx.Node, reader: fx.Node) -> fx.Node:
-        """Make the value on the device that stands for a CPU scalar."""
+        """Return the node that replaces a CPU scalar on the device."""
         if source in self._lifted:
             return self._lifted[source]
         with torch_private.mode_of(source.meta["val"]):

@@ -106,7 +106,7 @@ class _Outliner:
             self._outer[node] = item
 
     def _value(self, node: fx.Node) -> fx.Node:
-        """The node that stands for `node` in the outer graph; attributes and host scalars are copied on first use."""
+        """Return the node that replaces `node` in the outer graph; attributes and host scalars on first use."""
         if node not in self._outer:
             for arg in node.all_input_nodes:
                 self._value(_resolve(arg))

@@ -159,7 +159,7 @@ def _kinds(node: fx.Node) -> Iterator[str]:
 
 
 def _memory(node: fx.Node) -> frozenset[Hashable]:
-    """The memory of a node's value: its storages, or the attribute if tracing left no value."""
+    """Return the memory of a node's value: its storages, or the attribute if tracing left no value."""
     keys = values.storage_keys(node)
     if not keys and node.op == "get_attr":
         return frozenset([str(node.target)])
