@@ -209,8 +209,7 @@ class _Clock(contextlib.ExitStack):
         return super().__enter__()
 
     def _add(self, number: int, run: telemetry.GraphRun) -> None:
-        if self._period:
-            self._end_period(None)
+        self._end_period(self._period, None)
         for each in live([run]):
             if each.owner is not None and each.owner.driver.device.type == "cuda":
                 self.callback(each.wrap(functools.partial(self._wrapped, number)))
@@ -234,29 +233,31 @@ class _Clock(contextlib.ExitStack):
             return run(values)
         begin = _event()
         if not is_first and key == period[0][0]:
-            self._end_period(begin)
+            self._end_period(period, begin)
             return run(values)
         settled = stats.warmups, stats.recordings
         result = run(values)
         period.append((key, begin, _event(), result[1] is not None))
-        if settled != (stats.warmups, stats.recordings) or len(period) == _LONGEST:
-            self._end_period(None)
+        if settled != (stats.warmups, stats.recordings) or len(period) >= _LONGEST:
+            self._end_period(period, None)
         return result
 
-    def _end_period(self, end: Any) -> None:
-        """Keep the period if it has an end, and choose when the next one begins.
+    def _end_period(self, period: list[_Timed], end: Any) -> None:
+        """Keep a period if it has an end, and choose when the next one begins.
 
         Not at fixed distances: what comes only every few steps, as an optimizer, would be in all periods or in none.
         """
+        if not period or period is not self._period:  # it ended already
+            return
+        self._period = []
         if end is not None:
-            self._periods.append((self._period, end))
+            self._periods.append((period, end))
         self._ended += 1
-        self._timed += len(self._period)
+        self._timed += len(period)
         periods = min(self._ended**2, _SPACING)
-        self._skips = self._random.randrange(2 * len(self._period) * periods)
+        self._skips = self._random.randrange(2 * len(period) * periods)
         if self._timed >= _TIMED:
             self._skips = sys.maxsize
-        self._period = []
 
     def stop(self) -> None:
         """Wait for the device, and add up."""

@@ -100,6 +100,23 @@ def test_what_warms_up_or_is_recorded_is_no_sample(device):
     assert not clock.parts
 
 
+def test_what_is_compiled_in_a_period_ends_it(device):
+    clock = _Clock()
+    loop = Loop(device, clock)
+
+    def compiles(values):
+        clock._add(1, SimpleNamespace(live=lambda: None))
+        loop.stats.recordings += 1
+        device.now += 1000
+        return values, "a recording"
+
+    loop.runs[2] = clock._wrapped(0, loop.step("backward"), compiles)
+    loop(20)
+    clock.stop()
+    assert clock.whole == 0
+    assert clock._period == []
+
+
 def test_a_period_that_does_not_end_is_given_up(device):
     clock = _Clock()
     loop = Loop(device, clock)
