@@ -54,7 +54,7 @@ Source: torch/_dynamo/graph_break_registry.json, `GraphCompileReason`, 2.11 to 2
 """
 _NO_HELP: Final = re.compile("an issue|caused by an earlier graph break|graph break is fundamental")
 """Hints that are none to users."""
-_LOOP: Final = "or loop over an nn.ModuleList in a forward of your own: torch compiles none of its own containers alone"
+_LOOP: Final = "or loop over an nn.ModuleList in a forward of your own: torch does not compile its own containers by themselves"
 _OPERATOR: Final = re.compile(r"(?<=Operator )`(aten\.(\w+)\.\w+)`")
 _TORCH: Final = os.path.dirname(torch.__file__) + os.sep
 _MODULES: Final = os.path.dirname(torch.nn.modules.__file__)
@@ -119,7 +119,7 @@ def reason_of(text: str, line: str | None) -> Reason:
 def given_up(text: str, line: str | None, rest: str | None = None) -> Reason:
     """A graph break that Dynamo can't go on behind, so that `rest` is left to eager."""
     reason = reason_of(text, line)
-    fix = f"{reason.fix}; or put what can be compiled into functions of its own"
+    fix = f"{reason.fix}; or move the code that can be compiled into its own function"
     return replace(reason, fix=fix, rest=rest)
 
 
@@ -133,7 +133,7 @@ def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
     if frame is not last:
         detail += f", in {_library_file(last.filename)}:{last.lineno}"
         if "torch._dynamo.graph_break()" in text:
-            fix = "leave it: torch compiles what is called there by itself"
+            fix = "leave it: torch compiles the function called there by itself"
     elif len(users) > 1:
         detail += f", reached from {_place(users[0])}"
     return replace(reason, detail=detail, fix=fix if rest is None else f"{fix}; {_LOOP}", rest=rest)
