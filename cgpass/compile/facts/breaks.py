@@ -57,7 +57,7 @@ _NO_HELP: Final = re.compile("an issue|caused by an earlier graph break|graph br
 """Hints that are none to users."""
 _SEE: Final = "TORCH_LOGS=graph_breaks shows more"
 _CALLED: Final = "or move the code that can be compiled into its own function"
-_LOOP: Final = "or loop over an nn.ModuleList in a forward of your own: torch compiles none of its own containers alone"
+_LOOP: Final = "or loop over an nn.ModuleList in a forward of your own: torch does not compile its own containers by themselves"
 _OPERATOR: Final = re.compile(r"(?<=Operator )`(aten\.(\w+)\.\w+)`")
 _STEP: Final = "step_unsupported"
 """What torch says where it compiles what is before a line and leaves all from there on to eager."""
