@@ -118,7 +118,7 @@ def _check_names(options: Options) -> None:
         if name not in known:
             near = nearest(name, known)
             hint = f"; did you mean {near!r}?" if near else ""
-            raise OptionError(f"inductor={{{name!r}: ...}} is no setting of Inductor{hint}")
+            raise OptionError(f"inductor={{{name!r}: ...}} is not a setting of Inductor{hint}")
     registered = torch_private.operator_names() if options.unsafe_ops else ()
     for name in options.unsafe_ops:
         is_higher_order = name.startswith("higher_order::")  # these are in no list

@@ -60,7 +60,7 @@ class DoubleBackwardError(CGPassError, RuntimeError):
         """With what to do about it."""
         super().__init__(
             "a gradient of a function compiled by cgpass was differentiated again: torch.compile does not support "
-            "double backward. Call what is differentiated twice (for a gradient penalty, say) without torch.compile, "
+            "double backward. Run the code that is differentiated twice (for a gradient penalty, say) without torch.compile, "
             "or compute the inner gradient inside of the compiled function (torch.func.grad)."
         )
 

@@ -55,7 +55,7 @@ _NEW_STATE: Final = (
 )
 _NEW_NUMBER: Final = "{} changed; each change costs one call, except that of a learning rate"
 _FOREIGN: Final = "something else than the optimizer's parameters gets gradients; freeze, detach or give it to an optimizer of the step"
-_IN_TURN: Final = "not all of it can be captured, see cgpass.explain(loss_fn, batch); the optimizer's step is a graph of its own"
+_IN_TURN: Final = "not all of the loss can be captured, see cgpass.explain(loss_fn, batch); the optimizer's step is a graph of its own"
 _ITS_LINE: Final = "cgpass.explain(loss_fn, batch) names the line"
 _TOO_OFTEN: Final = "it was compiled torch._dynamo.config.recompile_limit times; keep what changes the same, or make it a tensor"
 _names = itertools.count()
@@ -606,7 +606,7 @@ def _why_never(
             return "a part of it runs without CUDA graphs, or draws random numbers again in the backward"
         runners = _runners(executor)
         if not runners:
-            return "nothing of it is captured; cgpass.explain(loss_fn, batch) says why"
+            return "none of the loss is captured; cgpass.explain(loss_fn, batch) says why"
         if any(runner.communicates for runner in runners):
             return "it communicates with other processes"
     return None

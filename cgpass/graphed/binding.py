@@ -171,11 +171,11 @@ class OutputStructure:
     def misfit(self, before: "OutputStructure") -> str | None:
         """What is returned otherwise than in the run before: tensors in other places, or objects that can be no constants."""
         if self._places != before._places or len(self._leaves) != len(before._leaves):
-            return "another structure than in the run before. What it returns may not depend on how often it ran"
+            return "another structure than in the run before. Its result must not depend on how often it ran"
         for now, then in zip(self._leaves, before._leaves, strict=True):
             if not isinstance(now, _OPAQUE) and not equal(now, then):
                 return (
-                    f"a {type(now).__name__} that it makes anew in each run and that is no pytree node. Return the tensors "
+                    f"a {type(now).__name__} that is new in each run and not a pytree node. Return the tensors "
                     "themselves, or register the class (torch.utils._pytree.register_dataclass)"
                 )
         return None

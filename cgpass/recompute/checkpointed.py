@@ -182,7 +182,7 @@ class Checkpoint:
         if task not in slot.values:
             raise CheckpointError(
                 f"{what} was needed again after it was used and freed in the same backward pass. Read "
-                "ctx.saved_tensors once in a custom function's backward and keep what it gives."
+                "ctx.saved_tensors once in a custom function's backward and keep its tensors."
             )
         value, version = slot.values.pop(task)
         # autograd checks what it saves itself, not what hooks give it

@@ -100,7 +100,7 @@ def explain(
     is_compiled = any(map(_is_compiled, [*values, *modules.values()]))
     if options and is_compiled:
         raise OptionError(
-            "cgpass.explain: what is compiled already has its options; give them to torch.compile instead"
+            "cgpass.explain: a compiled function has its options already; pass them to torch.compile instead"
         )
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
     tensors += [t for m in modules.values() for t in (*m.parameters(False), *m.buffers(False))]

@@ -20,7 +20,9 @@ NOTHING: Final = (
     "Nothing that cgpass compiled ran here. It was not called, it is compiled for another backend, or torch.compile "
     "gave up on it earlier in this process (torch.compiler.reset() makes it try again)."
 )
-_DROP: Final = "drop the results of a call before the next one; if you need them, leave it"
+_DROP: Final = (
+    "drop results, and call zero_grad(), before the next call; if you need them, leave it"
+)
 
 
 # ---- numbers

@@ -139,4 +139,6 @@ def _difference(name: str, a: Any, b: Any) -> str | None:
     if not (count := int((ours != plain).any(-1).sum())):
         return None
     kind = f"{str(a.dtype).removeprefix('torch.')}{list(a.shape)}"
-    return f"{name} ({kind}) differs in {count} of {a.numel()} elements from what it is without a graph"
+    return (
+        f"{name} ({kind}) differs in {count} of {a.numel()} elements from its value without a graph"
+    )

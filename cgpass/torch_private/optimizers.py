@@ -42,9 +42,9 @@ def why_not_recordable(optimizers: Sequence[torch.optim.Optimizer], scaler: Any)
     if scaler is None:
         return None
     if type(scaler).__module__ not in ("torch.amp.grad_scaler", "torch.cuda.amp.grad_scaler"):
-        return f"{type(scaler).__name__} is none of torch's own scalers"
+        return f"{type(scaler).__name__} is not one of torch's own scalers"
     if not scaler.is_enabled() or not vars(scaler).keys().isdisjoint(_OF_SCALERS[3:]):
-        return "the scaler was disabled, or a method of it replaced"
+        return "the scaler is disabled, or one of its methods was replaced"
     for each in optimizers:
         if not getattr(each, "_step_supports_amp_scaling", False):
             name = type(each).__name__
@@ -56,7 +56,7 @@ def _why_not_recordable(optimizer: torch.optim.Optimizer, group: Mapping[str, An
     cls = type(optimizer)
     name = cls.__name__
     if getattr(torch.optim, name, None) is not cls:
-        return f"{name} is none of torch.optim's own optimizers"
+        return f"{name} is not one of torch.optim's own optimizers"
     for method in (optimizer.step, optimizer.zero_grad):
         found = inspect.unwrap(method)  # of what schedulers and profiles put around it
         if not getattr(found, "__module__", "").startswith("torch.optim."):

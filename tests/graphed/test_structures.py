@@ -58,7 +58,7 @@ def test_results_that_hide_tensors_are_refused(setting, nested):
     x = setting.randn(3)
     with pytest.raises(
         cgpass.errors.GraphedArgumentError,
-        match=r"returns a Unknown that it makes anew in each run and that is no pytree node",
+        match=r"returns a Unknown that is new in each run and not a pytree node",
     ):
         setting.graphed(lambda x: wrapped(x * 2), (x,))
     other = Unknown(3)

@@ -81,7 +81,7 @@ def test_reading_saved_tensors_twice():
     assert found == (
         "cgpass.checkpoint: tensor 0 that Changing saves for its backward, float32[2, 3] on cpu, was needed again "
         "after it was used and freed in the same backward pass. Read ctx.saved_tensors once in a custom function's "
-        "backward and keep what it gives."
+        "backward and keep its tensors."
     )
 
 

@@ -249,7 +249,7 @@ def test_compiled_functions_run_as_they_are_and_stay_recorded():
     assert [part.name for part in report.partitions] == ["captured_0", "eager_1"]
     with cgpass.expect(replays=1, recordings=0):
         compiled(X)
-    with pytest.raises(OptionError, match="what is compiled already has its options"):
+    with pytest.raises(OptionError, match="a compiled function has its options already"):
         cgpass.explain(compiled, X, options={"max_recordings": 3})
 
 

@@ -47,7 +47,10 @@ def cause(error):
             {"triton.cudagraphs": True},
             "unknown option 'triton.cudagraphs'; cgpass makes the CUDA graphs; leave Inductor's own out",
         ),
-        ({"inductor": {"max_autotun": True}}, "is no setting of Inductor; did you mean 'max_autot"),
+        (
+            {"inductor": {"max_autotun": True}},
+            "is not a setting of Inductor; did you mean 'max_autot",
+        ),
         ({"inductor": {"triton.cudagraphs": True}}, "cgpass makes the CUDA graphs"),
         ({"inductor": {"custom_partitioner_fn": None}}, "cgpass splits the joint graph itself"),
     ],

@@ -687,7 +687,7 @@ REASONS = {
     ),
     "a part that can't be captured": (
         {"make": HalfOnHost, "max_norm": 0.1},
-        "not all of it can be captured, see cgpass.explain(loss_fn, batch); the optimizer's step is a graph of its own",
+        "not all of the loss can be captured, see cgpass.explain(loss_fn, batch); the optimizer's step is a graph of its own",
     ),
 }
 
@@ -721,7 +721,7 @@ def test_parts_that_cannot_be_captured_run_in_turn(way, scaler, outputs):
         values = made(session)
         if session.options["driver"] != "none":
             text = made.step.explain()
-            assert f"{STEPS - 2} in pieces: not all of it can be captured" in text
+            assert f"{STEPS - 2} in pieces: not all of the loss can be captured" in text
             assert "a graph of the update, recorded 3 times and replayed 5 times" in text
         return values
 

@@ -303,7 +303,7 @@ def _devices(query: _Query) -> _Found:
     if query.node.meta.get(LIFTED):
         return "lifted", "it copies a CPU scalar to the device, so that its readers can be captured"
     if isinstance(query.op, torch._ops.OpOverload) and _short_name(query.op) in op_tables.COPIES:
-        detail = "it copies from CPU memory, which has to be pinned and stay in place"
+        detail = "it copies from CPU memory, which must be pinned and stay in place"
         return "host_to_device", detail
     if all(tensor.dim() == 0 for tensor in reads):
         return "cpu_scalar", "it reads a CPU scalar tensor, whose value a recording would freeze"
