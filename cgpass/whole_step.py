@@ -141,7 +141,11 @@ class TrainStep:
         self.in_pieces: Counter[str] = Counter()
         """Calls that did not run as a whole, by the reason."""
         self._name = f"train_step of {getattr(loss_fn, '__qualname__', type(loss_fn).__qualname__)}"
-        self._options = parse_options(options)
+        given: Any = dataclasses.asdict(options) if isinstance(options, Options) else options or {}
+        ours = given
+        if isinstance(given, Mapping):  # torch takes out its own, which says what Dynamo guards
+            ours = {name: value for name, value in given.items() if name != "guard_filter_fn"}
+        self._options = parse_options(ours)
         self._update = update
         self._accumulate = accumulate
         self._due = 0
@@ -150,11 +154,8 @@ class TrainStep:
         """For `explain`, which restores it."""
         self._lock = new_lock()
         self._fn = fn = _detaching(loss_fn)
-        given: Any = (
-            dataclasses.asdict(options) if isinstance(options, Options) else {**(options or {})}
-        )
-        self._compiled = torch.compile(fn, fullgraph=True, backend=cgpass, options=given)
-        self._broken = torch.compile(fn, backend=cgpass, options=given)
+        self._compiled = torch.compile(fn, fullgraph=True, backend=cgpass, options={**given})
+        self._broken = torch.compile(fn, backend=cgpass, options={**given})
         self._why_broken: str | None = None
         """Why the loss is several graphs."""
         self._too_often = False

@@ -540,6 +540,18 @@ def test_hooks_that_no_python_code_sees(way):
     assert not found
 
 
+def test_guards_are_the_users_to_leave_out(way):
+    """With `guard_filter_fn`, an option of torch.compile: what is not guarded is frozen, by the user's own choice."""
+    session = way.session()
+    leave_out = {"guard_filter_fn": lambda guards: [False for _ in guards]}
+    session.options = {**session.options, **leave_out}
+    training = Training(session, make=Net)
+    for number, batch in enumerate(session.batches(4, 8, count=6)):
+        training.module.name = ("relu", "tanh")[number > 3]
+        training.run(batch)
+    assert training.step.whole_calls == 5, training.step.explain()
+
+
 def test_a_learning_rate_that_a_hook_sets_stays(way):
     """A scheduler that a hook on `step()` calls."""
 
