@@ -491,49 +491,50 @@ class _Update:
 
     def look(self) -> str | None:
         """Note what optimizers have and read, where it is other than before; returns why the next update is in no graph."""
-        groups, before, reads = self.groups(), self._contents, torch_private.host_reads(self.scaler)
-        parts = torch_private.parts_of_optimizers(self.optimizers, self.scaler)
+        groups, reads = self.groups(), torch_private.host_reads(self.scaler)
+        now = found = _NOTHING
         if fast.is_loaded:
-            self._contents = fast.contents([*parts, *groups], _RATES, before)
-            if self._contents[0] is before[0] and reads == self._reads:
+            parts = torch_private.parts_of_optimizers(self.optimizers, self.scaler)
+            now = fast.contents([*parts, *groups], _RATES, self._contents)
+            if now[0] is self._contents[0] and reads == self._reads:
+                self._contents = now
                 return self._why_never
-        self._reads = reads
-        return self._look_anew(groups, parts)
+            found = fast.contents([*parts, *[g["params"] for g in groups]], (), self._parts)
+        why = self._look_anew(groups, found, reads)
+        self._contents, self._parts, self._reads = now, found, reads  # a signal may come before
+        return why
 
-    def _look_anew(self, groups: list[dict[str, Any]], parts: list[Any]) -> str | None:
+    def _look_anew(
+        self, groups: list[dict[str, Any]], parts: tuple[list[Any], bytes], reads: dict[str, Any]
+    ) -> str | None:
         """See `look`."""
-        before, numbers = self._parts, self._find_numbers(groups)
-        if fast.is_loaded:
-            self._parts = fast.contents([*parts, *[g["params"] for g in groups]], (), before)
-        is_new = self._parts[0] is not before[0] or [*map(id, groups)] != [*map(id, self._groups)]
-        if is_new or not fast.is_loaded:
+        are_same = [*map(id, groups)] == [*map(id, self._groups)] and parts is not _NOTHING
+        is_new = not are_same or parts[0] is not self._parts[0]
+        if is_new:
             self.looks += 1
             self._groups = groups
             self.params = [p for group in groups for p in group["params"]]
             params = {*map(id, self.params)}
-            tensors = {id(x): x for x in self._parts[0] if isinstance(x, torch.Tensor)}
+            tensors = {id(x): x for x in parts[0] if isinstance(x, torch.Tensor)}
             self.state = [tensor for key, tensor in tensors.items() if key not in params]
         places = sorted({str(tensor.device) for tensor in (*self.params, *self.state)})
+        last, numbers = self.numbers, _numbers_of(groups)
         why = torch_private.why_not_recordable(self.optimizers, self.scaler)
         if why is None and len(places) > 1:
-            named = " and ".join(places)
-            why = f"the optimizer's tensors lie on {named}; keep them on one device"
-        if why is None and isinstance(numbers, str):
-            why = numbers
-        self._why_never, last = why, self.numbers
-        self.numbers = last if isinstance(numbers, str) else numbers
-        used = [] if why else groups
+            why = f"the optimizer's tensors lie on {' and '.join(places)}; keep them on one device"
+        if isinstance(numbers, dict):
+            self.numbers = numbers | reads
+        else:
+            why = why or f"{numbers} holds a tensor, or something else than numbers"
+        self._why_never, used = why, [] if why else groups
         if is_new or len(used) != len(self.rates):
-            self.rates = [_Rate(group, torch.empty(0, device=places[0])) for group in used]
-        if why is not None or before is _NOTHING:
+            device = places[0] if places else "cpu"
+            self.rates = [_Rate(group, torch.empty(0, device=device)) for group in used]
+        if why is not None or self._parts is _NOTHING:
             return why
-        new = (
-            name
-            for name in last | self.numbers
-            if last.get(name, ...) != self.numbers.get(name, ...)
-        )
-        named = ", ".join(itertools.islice(new, 3))
-        return _NEW_STATE if is_new else _NEW_NUMBER.format(named) if named else None
+        names = [n for n in last | self.numbers if last.get(n, ...) != self.numbers.get(n, ...)]
+        changed = _NEW_NUMBER.format(", ".join(names[:3])) if names else None
+        return _NEW_STATE if is_new else changed
 
     def why_pieces(self) -> str | None:
         """Why the next update can't be part of a graph, as things stand in this call. To be asked after `look`."""
@@ -561,17 +562,17 @@ class _Update:
             self._read = (*self.state, *rates), (self.looks, tuple(self.numbers.items()), places)
         return self._read
 
-    def _find_numbers(self, groups: Sequence[dict[str, Any]]) -> dict[str, Any] | str:
-        """All that an update reads on the host beside learning rates; or what of it is no number."""
-        found: dict[str, Any] = {}
-        for n, group in enumerate(groups):
-            for name, value in group.items():
-                if name not in ("params", *_RATES):
-                    key = f"optimizer.param_groups[{n}]['{name}']"
-                    found[key] = number = _by_value(value)
-                    if number is ...:
-                        return f"{key} holds a tensor, or something else than numbers"
-        return found | self._reads
+
+def _numbers_of(groups: Sequence[dict[str, Any]]) -> dict[str, Any] | str:
+    """All that steps read in groups beside learning rates, by name; or the name of what is no number."""
+    found: dict[str, Any] = {}
+    for n, group in enumerate(groups):
+        for name in [name for name in group if name not in ("params", *_RATES)]:
+            key = f"optimizer.param_groups[{n}]['{name}']"
+            found[key] = _by_value(group[name])
+            if found[key] is ...:
+                return key
+    return found
 
 
 def _by_value(value: object) -> Any:
