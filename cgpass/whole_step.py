@@ -501,7 +501,8 @@ class _Update:
                 return self._why_never
             found = fast.contents([*parts, *[g["params"] for g in groups]], (), self._parts)
         why = self._look_anew(groups, found, reads)
-        self._contents, self._parts, self._reads = now, found, reads  # a signal may come before
+        # Last of all, for a signal may come before.
+        self._groups, self._contents, self._parts, self._reads = groups, now, found, reads
         return why
 
     def _look_anew(
@@ -512,7 +513,6 @@ class _Update:
         is_new = not are_same or parts[0] is not self._parts[0]
         if is_new:
             self.looks += 1
-            self._groups = groups
             self.params = [p for group in groups for p in group["params"]]
             params = {*map(id, self.params)}
             tensors = {id(x): x for x in parts[0] if isinstance(x, torch.Tensor)}

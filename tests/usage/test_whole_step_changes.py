@@ -291,6 +291,30 @@ def test_groups_states_and_tensors(way):
     check(way, TENSORS, make=Net, max_norm=1.0)
 
 
+@pytest.mark.parametrize("change", ["states", "a parameter", "a group"])
+def test_a_signal_while_a_change_is_noted(way, change, monkeypatch):
+    def program(session):
+        training = Training(session, make=Net)
+        batches = session.batches(4, 8, count=3 * EACH)
+        for number, batch in enumerate(batches):
+            if number == EACH:
+                TENSORS[change](training)
+                with monkeypatch.context() as patched:
+                    patched.setattr(torch_private, "why_not_recordable", interrupted)
+                    with pytest.raises(KeyboardInterrupt):
+                        training.step(batch)
+            training.run(batch)
+        if session.options["driver"] != "none":
+            assert training.step.whole_calls == 3 * EACH - 2, training.step.explain()
+        return training.found()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    found = programs.differences(way.run(program), way.run(program, driver="none"))
+    assert not found
+
+
 ON_THE_HOST = {"cpu": 3, "cuda": 0}
 """A Python float that changes becomes a tensor on the CPU, which a backward reads, too."""
 
