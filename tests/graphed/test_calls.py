@@ -27,16 +27,6 @@ def test_a_module(setting):
     assert (stats.recordings, stats.replays, stats.plain_calls) == (2, 6, 0)
 
 
-def test_gradients_accumulate_over_microbatches(setting):
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8),))
-    for _ in range(2):
-        for _ in range(3):
-            check(setting, graphed, plain, setting.randn(4, 8), 1)
-            same_grads(module, plain)
-        clear_grads(module, plain)
-
-
 def test_what_is_handed_out_keeps_its_values_over_many_calls(setting):
     module, plain = twins(setting, net())
     graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))

@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.graphed.steps import check, net, same, same_grads, twins
+from tests.graphed.steps import net, same, same_grads, twins
 
 
 def jvp_of(fn, x, tangent):
@@ -59,48 +59,6 @@ def test_dispatch_modes(setting, caplog):
     assert "a dispatch mode, which would not see a replay" in caplog.text
     doubled = setting.graphed(lambda x: x * 2, (x,))
     same(make_fx(doubled)(x)(x + 1), (x + 1) * 2)
-
-
-class Around(torch.nn.Module):
-    """Calls another one, with a result that depends on its own argument, too."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return x + self.inner(x)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("grad", [True, False])
-def test_tracing(setting, grad, caplog):
-    module, plain = twins(setting, net())
-    with torch.set_grad_enabled(grad):
-        graphed = setting.graphed(module, (setting.randn(4, 8),))
-        traced = torch.jit.trace(Around(graphed), setting.randn(4, 8), check_trace=False)
-    assert "runs without a graph: a transform, a tracer or" in caplog.text
-    for _ in range(2):
-        x = setting.randn(4, 8)
-        same(traced(x), Around(plain)(x))
-    assert (graphed.graphed.stats.plain_calls, graphed.graphed.stats.replays) == (1, 0)
-    with torch.set_grad_enabled(grad):
-        same(graphed(x), plain(x))
-    assert (graphed.graphed.stats.plain_calls, graphed.graphed.stats.replays) == (1, 1)
-
-
-def test_forward_mode_inside(setting):
-    """Some of its tensors stand for zeros and have no memory."""
-    module, plain = twins(setting, net())
-
-    def of(layer):
-        return lambda x: jvp_of(layer, x, torch.ones_like(x)) + layer(x)
-
-    sample = (setting.randn(4, 8, grad=True),)
-    graphed = setting.graphed(of(module), sample, modules=(module,))
-    check(setting, graphed, of(plain), setting.randn(4, 8, grad=True))
-    same_grads(module, plain)
-    assert graphed.stats.replays == 6
 
 
 def test_batched_gradients_are_refused(setting):

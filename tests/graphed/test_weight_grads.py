@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.graphed.steps import clear_grads, same, same_grads, twins
+from tests.graphed.steps import same, same_grads, twins
 
 
 class _Input(torch.autograd.Function):
@@ -44,27 +44,6 @@ class Split(torch.nn.Module):
         grad, x = self.later.pop(0)
         made = grad.t() @ x
         self.weight.grad = made if self.weight.grad is None else self.weight.grad + made
-
-
-def test_split_gradients(setting):
-    module, plain = twins(setting, Split())
-    plain.split = False
-    x = setting.randn(4, 8, grad=True)
-    graphed = setting.graphed(module, (x,))
-    assert module.weight.grad is None
-    assert module.later == []
-    for _ in range(3):
-        for fn in (graphed, plain):
-            torch.manual_seed(0)
-            for _ in range(2):  # microbatches
-                y = fn(setting.randn(4, 8, grad=True))
-                y.square().sum().backward()
-                if fn is graphed:
-                    fn.backward_dw()
-        same_grads(module, plain)
-        clear_grads(module, plain)
-    assert graphed.graphed.stats.recordings == 3
-    assert module.later == []
 
 
 def test_callables_that_offer_none_have_none(setting):
