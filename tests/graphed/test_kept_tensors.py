@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from tests.graphed.steps import clear_grads, net, same, same_grads, twins
+from tests.graphed.steps import clear_grads, graphed_twins, net, same, same_grads, twins
 
 
 class Keeps(torch.autograd.Function):
@@ -108,8 +108,7 @@ def moved():
 )
 @pytest.mark.parametrize("fn", [LetsGo.apply, torch.sin])
 def test_saved_tensors_that_are_elsewhere_by_then(setting, around, fn):
-    module, plain = twins(setting, Applies(fn))
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    graphed, module, plain = graphed_twins(setting, Applies(fn))
     for _ in range(3):
         for each in (graphed, plain):
             torch.manual_seed(1)
@@ -127,8 +126,7 @@ def test_saved_tensors_that_are_elsewhere_by_then(setting, around, fn):
 
 @pytest.mark.parametrize("fn", [LetsGo.apply, AsksTwice.apply])
 def test_a_backward_whose_parameters_moved_is_told_of_once(setting, fn, caplog):
-    module, plain = twins(setting, Applies(fn))
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    graphed, module, plain = graphed_twins(setting, Applies(fn))
     for _ in range(2):
         x = setting.randn(4, 8)
         outs = graphed(x), plain(x)

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 import cgpass
-from tests.graphed.steps import check, clear_grads, net, same, same_grads, step, twins
+from tests.graphed.steps import (
+    check,
+    clear_grads,
+    graphed_twins,
+    net,
+    same,
+    same_grads,
+    step,
+    twins,
+)
 
 
 def pair():
@@ -28,8 +37,7 @@ def check_recorded(setting, graphed, module, plain, rerecordings):
 
 
 def test_another_layout_at_the_same_address(setting):
-    module, plain = twins(setting, pair())
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    graphed, module, plain = graphed_twins(setting, pair())
     check_recorded(setting, graphed, module, plain, 0)
     for each in (module, plain):
         each[0].weight.data = each[0].weight.data.t()
@@ -40,8 +48,7 @@ def test_another_layout_at_the_same_address(setting):
 
 
 def test_weights_tied_and_untied_after_recording(setting):
-    module, plain = twins(setting, pair())
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    graphed, module, plain = graphed_twins(setting, pair())
     kept = module[2].weight  # what comes to lie in its place would be where it was recorded
     for each in (module, plain):
         each[2].weight = each[0].weight
@@ -56,8 +63,7 @@ def test_weights_tied_and_untied_after_recording(setting):
 
 
 def test_replaced_submodules(setting, caplog):
-    module, plain = twins(setting, pair())
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    graphed, module, plain = graphed_twins(setting, pair())
     first, x = (module[1], plain[1]), setting.randn(4, 8, grad=True)
     module[1] = plain[1] = torch.nn.ReLU()
     same(step(graphed, x)[0], step(plain, x)[0])

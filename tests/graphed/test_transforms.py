@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.graphed.steps import net, same, same_grads, twins
+from tests.graphed.steps import check, graphed_twins, net, same, same_grads, twins
 
 
 def jvp_of(fn, x, tangent):
@@ -38,8 +38,7 @@ def test_transforms(setting, way, caplog):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(setting, strict):
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    graphed, _, plain = graphed_twins(setting, net(), grad=False)
     x = setting.randn(4, 8)
     exported = torch.export.export(graphed, (x,), strict=strict)
     same(exported.module()(x), plain(x))
@@ -47,8 +46,7 @@ def test_export(setting, strict):
 
 
 def test_dispatch_modes(setting, caplog):
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    graphed, _, plain = graphed_twins(setting, net(), grad=False)
     x = setting.randn(4, 8)
     counts = []
     for fn in (graphed, plain):
@@ -59,6 +57,20 @@ def test_dispatch_modes(setting, caplog):
     assert "a dispatch mode, which would not see a replay" in caplog.text
     doubled = setting.graphed(lambda x: x * 2, (x,))
     same(make_fx(doubled)(x)(x + 1), (x + 1) * 2)
+
+
+def test_forward_mode_inside(setting):
+    """Some of its tensors stand for zeros and have no memory."""
+    module, plain = twins(setting, net())
+
+    def of(layer):
+        return lambda x: jvp_of(layer, x, torch.ones_like(x)) + layer(x)
+
+    sample = (setting.randn(4, 8, grad=True),)
+    graphed = setting.graphed(of(module), sample, modules=(module,))
+    check(setting, graphed, of(plain), setting.randn(4, 8, grad=True))
+    same_grads(module, plain)
+    assert graphed.stats.replays == 6
 
 
 def test_batched_gradients_are_refused(setting):
@@ -75,8 +87,7 @@ def test_batched_gradients_are_refused(setting):
 )  # Dynamo's
 def test_backwards_that_compiled_autograd_traces(setting):
     """Its setting is on when the forward runs, and a compiled function calls the backward."""
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    graphed, module, plain = graphed_twins(setting, net())
     head = setting.module(torch.nn.Linear(8, 1))
 
     def tail(h):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.graphed.steps import same, same_grads, twins
+from tests.graphed.steps import graphed_twins, same, same_grads, twins
 
 
 class _Input(torch.autograd.Function):
@@ -46,16 +46,8 @@ class Split(torch.nn.Module):
         self.weight.grad = made if self.weight.grad is None else self.weight.grad + made
 
 
-def test_callables_that_offer_none_have_none(setting):
-    module = setting.module(Split(split=False))
-    graphed = setting.graphed(module, (setting.randn(4, 8),))
-    assert graphed.graphed.stats.recordings == 2
-    assert "backward_dw" not in vars(type(graphed))
-
-
 def test_a_backward_that_ran_plainly_is_the_modules_own(setting):
-    module, plain = twins(setting, Split())
-    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    graphed, module, plain = graphed_twins(setting, Split(), grad=False)
     graphed.close()
     x = setting.randn(4, 8)
     for fn in (graphed, plain):
