@@ -48,22 +48,6 @@ def test_the_same_geometry_may_be_right_for_one_size_and_wrong_for_another():
     assert strides == [(5, 1), (7, 1), (5, 1), (5, 1), (7, 1)]
 
 
-def test_inputs_of_a_graph_in_parts_lie_as_it_was_traced():
-    gm = traced(lambda x, y: (x + y,), torch.zeros(4, 6), torch.zeros(4, 6))
-    strides = []
-
-    def graph(args):
-        strides.append([x.stride() for x in args])
-        return [args[0] + args[1]]
-
-    run = inputs_as_traced(gm, [1])(graph)
-    rows, columns = torch.randn(4, 6), torch.randn(6, 4).t()
-    for _ in range(2):
-        assert torch.equal(run([columns, columns])[0], columns * 2)
-        assert torch.equal(run([rows, rows])[0], rows * 2)
-    assert strides == [[(1, 4), (6, 1)], [(6, 1), (6, 1)]] * 2
-
-
 def test_inputs_that_come_otherwise_than_traced_are_found():
     gm = traced(lambda x, y, z: (x + y,), torch.zeros(4, 6), torch.zeros(4, 6), torch.zeros(()))
     with FakeTensorMode():
