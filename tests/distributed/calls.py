@@ -8,15 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import (
-    all_gather_tensor_autograd,
     all_reduce,
-    reduce_scatter_tensor_autograd,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import cgpass
-from tests.distributed.programs import MLP, WIDTH, collectives, train
+from tests.distributed.programs import WIDTH, collectives, train
 
 
 @torch.library.custom_op("several::apart", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -134,12 +130,6 @@ def shards_of_another_dimension(world):
         return [call(x).cpu() for x in world.randn(4, WIDTH)]
 
 
-def one_rank_fails_with_shards(world):
-    call = world.compile(lambda x: fragile(other_shards(x)).cos() * 2)
-    with torch.no_grad():
-        return [call(x).cpu() for x in world.randn(4, WIDTH)]
-
-
 def one_rank_records_again(world):
     """Shapes of one process change, and not those of what is exchanged."""
 
@@ -231,19 +221,6 @@ def wrapped_exchange(world):
     return wrapped(world, exchange)
 
 
-def wrapped_tensor_parallel(world):
-    """What is captured by hand has DTensors inside."""
-    mesh = init_device_mesh(world.device.type, (2,))
-    torch.manual_seed(0)
-    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    module = parallelize_module(MLP().to(world.device), mesh, plan)
-    return wrapped(world, lambda x: module(x).cos())
-
-
-def wrapped_functional(world):
-    return wrapped(world, lambda x: all_reduce(x, "sum", dist.group.WORLD).cos())
-
-
 class Reduced(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -267,12 +244,6 @@ class InPlace(nn.Module):
         return self.down(Reduced.apply(self.up(x).relu()))
 
 
-class Functional(InPlace):
-    def forward(self, x):
-        y = all_gather_tensor_autograd(self.up(x).relu(), 0, dist.group.WORLD)
-        return self.down(reduce_scatter_tensor_autograd(y * 2, "sum", 0, dist.group.WORLD))
-
-
 def graphed(world, kind):
     torch.manual_seed(world.rank)
     module = kind().to(world.device)
@@ -288,10 +259,6 @@ def graphed_in_place(world):
     return graphed(world, InPlace)
 
 
-def graphed_functional(world):
-    return graphed(world, Functional)
-
-
 CALLS: dict[str, Callable] = {
     each.__name__: each
     for each in (
@@ -301,15 +268,11 @@ CALLS: dict[str, Callable] = {
         one_rank_fails,
         one_rank_is_late,
         shards_of_another_dimension,
-        one_rank_fails_with_shards,
         one_rank_records_again,
         verified_by_all,
         verified_by_one,
         wrapped_in_place,
         wrapped_exchange,
-        wrapped_tensor_parallel,
-        wrapped_functional,
         graphed_in_place,
-        graphed_functional,
     )
 }

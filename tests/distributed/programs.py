@@ -93,18 +93,17 @@ def whole(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
 
 
-def train(world, module, call, *, same=False, context=None, every=2, steps=STEPS):
-    """Losses and parameters; with a context, parameters are stepped `every` so many times."""
+def train(world, module, call, *, same=False, context=contextlib.nullcontext, steps=STEPS):
+    """Losses and parameters."""
     # Not for each: torch 2.11 takes no mixture of DTensors and others.
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, foreach=False)
     losses = []
-    for number, x in enumerate(world.randn(8, WIDTH, same=same, count=steps)):
-        with context(number) if context else torch.enable_grad():
+    for x in world.randn(8, WIDTH, same=same, count=steps):
+        with context():
             loss = call(x).float().square().mean()
             loss.backward()
-        if context is None or number % every == every - 1:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         losses.append(loss.detach().cpu())
     return [*losses, *map(whole, module.parameters())]
 
@@ -148,8 +147,7 @@ def parallel_loss(world):
         module,
         world.compile(Loss(module)),
         same=True,
-        context=lambda number: loss_parallel(),
-        every=1,
+        context=loss_parallel,
     )
 
 
@@ -268,14 +266,6 @@ def fsdp_blocks_that_come_back(world):
         return fsdp_blocks(world)
 
 
-def fsdp_whole(world):
-    module = world.net()
-    for layer in module.layers:
-        fully_shard(layer, mesh=world.mesh)
-    fully_shard(module, mesh=world.mesh)
-    return train(world, module, world.compile(module), steps=STEPS_UNTIL_STEADY)
-
-
 def tensor_parallel_and_fsdp(world):
     """Two devices compute a layer, two hold it."""
     mesh = init_device_mesh(world.device.type, (2, 2), mesh_dim_names=("data", "tensor"))
@@ -334,15 +324,6 @@ def data_parallel(world):
     return train(world, module, world.compile(module))
 
 
-def data_parallel_accumulating(world):
-    module = nn.parallel.DistributedDataParallel(world.net())
-
-    def every_other(number):
-        return contextlib.nullcontext() if number % 2 else module.no_sync()
-
-    return train(world, module, world.compile(module), context=every_other)
-
-
 PROGRAMS: dict[str, Callable] = {
     each.__name__: each
     for each in (
@@ -353,9 +334,7 @@ PROGRAMS: dict[str, Callable] = {
         simple_fsdp_resharding,
         fsdp_blocks,
         fsdp_blocks_that_come_back,
-        fsdp_whole,
         data_parallel,
-        data_parallel_accumulating,
         expert_parallel,
         tensor_parallel_and_fsdp,
         simple_fsdp_in_two_dimensions,

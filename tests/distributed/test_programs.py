@@ -17,11 +17,9 @@ OF_INDUCTOR = ("tensor_parallel", "simple_fsdp", "fsdp_blocks", "data_parallel",
 # NCCL's watchdog ends the process; CUDA has such an allocator itself.
 OF_GLOO = ("one_rank_is_late", "fsdp_blocks_that_come_back")
 OF_SEGMENTS = ("tensor_parallel", "simple_fsdp", "groups_of_its_own")
-MORE_OF_THE_SAME = ("fsdp_whole", "data_parallel_accumulating")
 SETTINGS = {
-    "gloo-eager": (2, "cpu", "eager", tuple(n for n in OF_TWO if n not in MORE_OF_THE_SAME)),
+    "gloo-eager": (2, "cpu", "eager", OF_TWO),
     "gloo-eager-four": (4, "cpu", "eager", OF_FOUR[:1]),
-    "gloo-eager-slow": (2, "cpu", "eager", MORE_OF_THE_SAME),
     "gloo-eager-four-slow": (4, "cpu", "eager", OF_FOUR[1:]),
     "nccl-eager": (2, "cuda", "eager", tuple(n for n in OF_TWO if n not in OF_GLOO)),
     "nccl-eager-four": (4, "cuda", "eager", OF_FOUR),
@@ -34,8 +32,8 @@ ENVIRONMENTS = {
     "nccl-expandable": EXPANDABLE,
     "nccl-expandable-refused": EXPANDABLE | {"NCCL_GRAPH_REGISTER": "1"},
 }
-FAILING = (("one_rank_fails", 1), ("one_rank_fails_with_shards", 1), ("one_rank_is_late", 0))
-FREED = ("fsdp_blocks", "fsdp_blocks_that_come_back", "fsdp_whole")
+FAILING = (("one_rank_fails", 1), ("one_rank_is_late", 0))
+FREED = ("fsdp_blocks", "fsdp_blocks_that_come_back")
 BETWEEN = {"waits_elsewhere": (1,), "expert_parallel": (2,), "parallel_loss": (0, 1)}
 BETWEEN |= dict.fromkeys(("verified_by_all", "verified_by_one"), (1,))
 """Eager partitions, in forward and backward; of the parallel loss, torch 2.11's own indices by a mask."""

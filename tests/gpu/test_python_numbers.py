@@ -50,12 +50,6 @@ def several(x, k):
     return y / k - (x == k) * x, (y + k) * x
 
 
-def parts(x, k):
-    y = (x * k).sin() * x + k
-    rows = torch.nonzero(y.real > 100).shape[0]
-    return ((y + rows) * k).cos() + x
-
-
 def plain_backend(compiler):
     return "inductor" if compiler == "inductor" else "aot_eager"
 
@@ -113,32 +107,4 @@ def test_forward(kind, fn, compiler):
 @pytest.mark.parametrize("kind", ["float", "int", "bool", "float64", "float32", "int64"])
 def test_training(kind, fn, compiler):
     counters = compare(fn, kind, compiler, train=True)
-    assert counters["replays"], counters
-
-
-@BOTH
-@pytest.mark.parametrize("kind", ["float", "float64", "int64", "complex"])
-def test_between_eager_partitions(kind, compiler):
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        counters = compare(parts, kind, compiler)
-    assert counters["replays"], counters
-
-
-def test_a_buffer_on_the_cpu_is_read_anew_in_each_call():
-    class Scaled(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("scale", torch.tensor(1.0))
-
-        def forward(self, x):
-            return (torch.sin(x * self.scale) + self.scale).cos()
-
-    module = Scaled()
-    options = {"driver": harness.DRIVER, "min_partition_ops": 1}
-    compiled = torch.compile(module, backend=cgpass.cgpass, options=options)
-    x = torch.randn(64, device=harness.DEVICE)
-    with torch.no_grad(), counted() as counters:
-        for call in range(8):
-            module.scale.fill_(call)
-            torch.testing.assert_close(compiled(x), module(x))
     assert counters["replays"], counters

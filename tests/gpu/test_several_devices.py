@@ -46,17 +46,6 @@ def compare(program):
     assert_replays(counters)
 
 
-def test_two_models_take_turns():
-    def program(driver):
-        models = [made(device, driver) for device in (FIRST, SECOND)]
-        values = []
-        for x, y in zip(inputs(FIRST), inputs(SECOND), strict=True):
-            values += step(*models[0], x) + step(*models[1], y)
-        return values
-
-    compare(program)
-
-
 def test_the_current_device_is_another_one():
     def program(driver):
         module, call = made(SECOND, driver)

@@ -78,6 +78,13 @@ def twins(setting, module):
     return module, copy.deepcopy(module)
 
 
+def graphed_twins(setting, module, *, grad=True, **options):
+    """A graphed module, the module itself and a copy of it."""
+    module, plain = twins(setting, module)
+    sample = (setting.randn(4, 8, grad=grad),)
+    return setting.graphed(module, sample, **options), module, plain
+
+
 def same(found, expected):
     assert torch.equal(found, expected), (found - expected).abs().max()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from tests.graphed.steps import net, same, same_grads, step, twins
+from tests.graphed.steps import graphed_twins, net, same, same_grads, step, twins
 
 
 def move(module):
@@ -49,8 +49,7 @@ def test_moved_parameters_are_recorded_again(setting, caplog):
 
 
 def test_a_set_of_addresses_that_comes_back_replays_at_once(setting):
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    graphed, module, plain = graphed_twins(setting, net())
     homes = [[p.data for p in module.parameters()], [p.data.clone() for p in module.parameters()]]
     for k in (0, 1, 0, 1, 1, 0):
         for p, home in zip(module.parameters(), homes[k], strict=True):
@@ -60,8 +59,7 @@ def test_a_set_of_addresses_that_comes_back_replays_at_once(setting):
 
 
 def test_past_the_limit_calls_run_plainly(setting, caplog):
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),), max_rerecords=1)
+    graphed, module, plain = graphed_twins(setting, net(), max_rerecords=1)
     for _ in range(4):
         check(setting, graphed, module, plain)
         move(module)
@@ -76,8 +74,7 @@ def test_past_the_limit_calls_run_plainly(setting, caplog):
 
 
 def test_a_parameter_that_is_removed_is_no_longer_there(setting):
-    module, plain = twins(setting, torch.nn.Linear(8, 8))
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    graphed, module, plain = graphed_twins(setting, torch.nn.Linear(8, 8))
     for each in (module, plain):
         each.bias = None
     check(setting, graphed, module, plain)
@@ -138,8 +135,7 @@ def test_other_leaves(setting, max_rerecords):
 
 
 def test_computed_parameters(setting, caplog):
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    graphed, module, plain = graphed_twins(setting, net(), grad=False)
     scales = [torch.full((), 2.0, device=setting.device, requires_grad=True) for _ in range(2)]
     for _ in range(3):
         given, wanted = (

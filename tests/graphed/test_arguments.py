@@ -96,43 +96,6 @@ def test_a_written_argument_that_is_a_buffer(setting):
     assert graphed.graphed.stats.plain_calls == 1
 
 
-def test_an_argument_written_behind_autograds_back(setting):
-    def fn(x, cache):
-        cache.data[0] = x
-        return x + cache.sum(0)
-
-    sample = torch.zeros(2, 3, device=setting.device)
-    graphed = setting.graphed(fn, (setting.randn(3), sample))
-    assert not sample.any()
-    caches = [torch.zeros(2, 3, device=setting.device) for _ in range(2)]
-    x = setting.randn(3)
-    same(graphed(x, caches[0]), fn(x, caches[1]))
-    same(*caches)
-    assert graphed.stats.plain_calls == 0
-
-
-def test_class_and_attributes_of_an_argument(setting):
-    def fn(x, weight):
-        y = torch.nn.functional.linear(x, weight) * getattr(weight, "scale", 1.0)
-        return y.sin() if isinstance(weight, torch.nn.Parameter) else y
-
-    weight = torch.nn.Parameter(setting.randn(4, 4))
-    weight.scale = 0.5
-    graphed = setting.graphed(fn, (setting.randn(2, 4), weight))
-    for number in range(3):
-        if number == 2:
-            graphed.reset()
-        x, grads = setting.randn(2, 4), []
-        for each in (graphed, fn):
-            weight.grad = None
-            y = each(x, weight)
-            y.sum().backward()
-            grads += [y.detach(), weight.grad]
-        same(grads[0], grads[2])
-        same(grads[1], grads[3])
-    assert graphed.stats.plain_calls == 0
-
-
 class Attends(torch.nn.Module):
     """Another projection where it attends to what it is given twice."""
 

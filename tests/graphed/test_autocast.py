@@ -82,16 +82,6 @@ def test_parts_have_settings_of_their_own(setting, module):
     assert graphed.graphed.stats.plain_calls == 0
 
 
-def test_a_backward_in_the_block_is_that_of_one_outside(setting):
-    graphed, plain = made(setting, Solve())
-    x = setting.randn(8, 8)
-    inside = stepped(graphed, x, casts(setting), casts(setting))
-    outside = stepped(plain, x, casts(setting))
-    for found, expected in zip(inside, outside, strict=True):
-        same(found, expected)
-    same_grads(graphed, plain)
-
-
 def test_recorded_again_within_a_block(setting, caplog):
     graphed, plain = made(setting, Solve())
     for module in (graphed, plain):

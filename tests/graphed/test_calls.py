@@ -7,7 +7,16 @@ import pytest
 import torch
 
 import cgpass
-from tests.graphed.steps import check, clear_grads, net, same, same_grads, step, twins
+from tests.graphed.steps import (
+    check,
+    clear_grads,
+    graphed_twins,
+    net,
+    same,
+    same_grads,
+    step,
+    twins,
+)
 
 
 class Pair(NamedTuple):
@@ -27,19 +36,8 @@ def test_a_module(setting):
     assert (stats.recordings, stats.replays, stats.plain_calls) == (2, 6, 0)
 
 
-def test_gradients_accumulate_over_microbatches(setting):
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8),))
-    for _ in range(2):
-        for _ in range(3):
-            check(setting, graphed, plain, setting.randn(4, 8), 1)
-            same_grads(module, plain)
-        clear_grads(module, plain)
-
-
 def test_what_is_handed_out_keeps_its_values_over_many_calls(setting):
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    graphed, module, plain = graphed_twins(setting, net())
     held = []
     for _ in range(8):
         x = setting.randn(4, 8, grad=True)

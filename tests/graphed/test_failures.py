@@ -106,17 +106,6 @@ def test_modules_with_hooks_are_refused(setting):
             setting.graphed(register(name), (setting.randn(4, 8),))
 
 
-def test_hooks_registered_afterwards_run(setting):
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8),))
-    for each in (graphed, plain):
-        each.register_forward_hook(lambda module, args, output: output * 2)
-        each.register_full_backward_hook(lambda module, grads, outputs: None)
-    x = setting.randn(4, 8, grad=True)
-    same(graphed(x.detach()), plain(x.detach()))
-    assert not module._forward_hooks
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize(
     ("wrap", "message"),

@@ -64,17 +64,6 @@ def test_graphed_for_a_second_sample(setting):
     assert not hasattr(copy.deepcopy(second), "graphed")
 
 
-def test_a_graphed_function_and_method_for_a_second_sample(setting):
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8),))
-    of_method = setting.graphed(graphed.forward, (setting.randn(2, 8),))
-    of_function = setting.graphed(of_method, (setting.randn(3, 8),), modules=(module,))
-    for fn, length in ((graphed, 4), (of_method, 2), (of_function, 3)):
-        x = setting.randn(length, 8)
-        same(fn(x), plain(x))
-        assert getattr(fn, "graphed", fn).stats.replays == 1
-
-
 def test_a_module_compiled_in_place_is_refused(setting):
     module, plain = twins(setting, net())
     x = setting.randn(4, 8)

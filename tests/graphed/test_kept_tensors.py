@@ -5,8 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from cgpass.graphed.differentiated import Differentiated
-from tests.graphed.steps import clear_grads, net, same, same_grads, twins
+from tests.graphed.steps import clear_grads, graphed_twins, net, same, same_grads, twins
 
 
 class Keeps(torch.autograd.Function):
@@ -100,26 +99,6 @@ def test_forwards_that_are_pending(setting, way, order):
     assert graphed.graphed.stats.plain_calls == 0
 
 
-class KeepsArgument(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.x = x
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.x.cos()
-
-
-def test_an_argument_that_is_kept(setting):
-    graphed = setting.graphed(KeepsArgument.apply, (setting.randn(4, grad=True),))
-    xs = [setting.randn(4, grad=True) for _ in range(3)]
-    for y in [graphed(x) for x in xs]:
-        y.sum().backward()
-    for x in xs:
-        same(x.grad, x.detach().cos())
-
-
 def moved():
     return torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor)
 
@@ -129,8 +108,7 @@ def moved():
 )
 @pytest.mark.parametrize("fn", [LetsGo.apply, torch.sin])
 def test_saved_tensors_that_are_elsewhere_by_then(setting, around, fn):
-    module, plain = twins(setting, Applies(fn))
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    graphed, module, plain = graphed_twins(setting, Applies(fn))
     for _ in range(3):
         for each in (graphed, plain):
             torch.manual_seed(1)
@@ -148,8 +126,7 @@ def test_saved_tensors_that_are_elsewhere_by_then(setting, around, fn):
 
 @pytest.mark.parametrize("fn", [LetsGo.apply, AsksTwice.apply])
 def test_a_backward_whose_parameters_moved_is_told_of_once(setting, fn, caplog):
-    module, plain = twins(setting, Applies(fn))
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    graphed, module, plain = graphed_twins(setting, Applies(fn))
     for _ in range(2):
         x = setting.randn(4, 8)
         outs = graphed(x), plain(x)
@@ -176,14 +153,3 @@ def test_weights_are_not_held_by_recordings(setting):
         same_grads(module, plain)
         clear_grads(module, plain)
     assert [ref.expired() for ref in storages] == [True, True, False]
-
-
-def test_what_a_graph_saved_is_held_by_nobody_else(setting):
-    x = setting.randn(4, grad=True)
-    graphed = setting.graphed(lambda x: (x * x).sin(), (x,))
-    run = Differentiated(graphed, warms_up=False)
-    run.forward([x], [])
-    refs = [
-        torch.multiprocessing.reductions.StorageWeakRef(t.untyped_storage()) for t in run.separate()
-    ]
-    assert [ref.expired() for ref in refs] == [True, True]

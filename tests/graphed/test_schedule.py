@@ -63,27 +63,6 @@ def build(setting, order):
     )
 
 
-def test_warm_ups_follow_the_order(setting):
-    seen = []
-    modules = [setting.module(net()) for _ in range(2)]
-    names = dict(zip(modules, "ab", strict=True))
-    hooks = [
-        {
-            "pre_forward": lambda m, *rest: seen.append(names[m]),
-            "pre_backward": lambda m: seen.append("-" + names[m]),
-        }
-    ] * 2
-    setting.graphed(
-        tuple(modules),
-        [(setting.randn(4, 8),) for _ in range(4)],
-        order=(1, 2, -2, 1, -1, 2, -2, -1),
-        num_warmup_iters=1,
-        capture_time_hooks=hooks,
-    )
-    warm_ups = ["a", "-a", "b", "-b", "a", "-a", "b", "-b"]
-    assert seen == [*warm_ups, "a", "b", "-b", "a", "-a", "b", "-b", "-a"]
-
-
 def random_order(draw, chunks, microbatches):
     """A pipeline's order that can be run: forwards and backwards of each chunk in turn, as they come."""
     left = {

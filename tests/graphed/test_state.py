@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.nn.utils import parametrize
 
 import cgpass
-from tests.graphed.steps import check, net, same, same_grads, step, twins
+from tests.graphed.steps import check, graphed_twins, net, same, same_grads, step, twins
 
 
 def test_unused_inputs_and_parameters(setting):
@@ -41,8 +41,7 @@ def test_eval_runs_the_original_and_the_other_way_round(setting):
 
 
 def test_no_grad(setting):
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    graphed, module, plain = graphed_twins(setting, net(), grad=False)
     x = setting.randn(4, 8)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
@@ -94,8 +93,7 @@ def test_gradients_of_gradients_are_refused(setting, differentiate, of):
 
 
 def test_graphs_of_gradients_that_nobody_differentiates(setting):
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    graphed, module, plain = graphed_twins(setting, net())
     x = setting.randn(4, 8, grad=True)
     for fn in (graphed, plain):
         (gradient,) = torch.autograd.grad(fn(x).sum(), x, create_graph=True)

@@ -95,28 +95,6 @@ def test_views_of_arguments_that_are_laid_out_otherwise(setting, requires_grad, 
     assert stats.plain_calls == 2
 
 
-def test_a_result_in_several_places_is_one_tensor(setting):
-    """What is done to it in place is done to all, and to their gradient."""
-    module = setting.module(torch.nn.Linear(4, 4))
-    weight = module.weight
-
-    def fn(x):
-        y = module(x)
-        return y, {"again": y}
-
-    x = setting.randn(4)
-    graphed = setting.graphed(fn, (x,), modules=(module,))
-    grads = []
-    for each in (graphed, fn):
-        first, rest = each(x)
-        assert first is rest["again"]
-        first.mul_(3)
-        (first.sum() + rest["again"].sum()).backward()
-        grads.append(weight.grad)
-        weight.grad = None
-    same(*grads)
-
-
 @pytest.mark.parametrize(
     ("warm", "captured"),
     [

@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.graphed.steps import check, net, same, same_grads, twins
+from tests.graphed.steps import check, graphed_twins, net, same, same_grads, twins
 
 
 def jvp_of(fn, x, tangent):
@@ -38,8 +38,7 @@ def test_transforms(setting, way, caplog):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(setting, strict):
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    graphed, _, plain = graphed_twins(setting, net(), grad=False)
     x = setting.randn(4, 8)
     exported = torch.export.export(graphed, (x,), strict=strict)
     same(exported.module()(x), plain(x))
@@ -47,8 +46,7 @@ def test_export(setting, strict):
 
 
 def test_dispatch_modes(setting, caplog):
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    graphed, _, plain = graphed_twins(setting, net(), grad=False)
     x = setting.randn(4, 8)
     counts = []
     for fn in (graphed, plain):
@@ -59,34 +57,6 @@ def test_dispatch_modes(setting, caplog):
     assert "a dispatch mode is active, and would not see a replay" in caplog.text
     doubled = setting.graphed(lambda x: x * 2, (x,))
     same(make_fx(doubled)(x)(x + 1), (x + 1) * 2)
-
-
-class Around(torch.nn.Module):
-    """Calls another one, with a result that depends on its own argument, too."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return x + self.inner(x)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("grad", [True, False])
-def test_tracing(setting, grad, caplog):
-    module, plain = twins(setting, net())
-    with torch.set_grad_enabled(grad):
-        graphed = setting.graphed(module, (setting.randn(4, 8),))
-        traced = torch.jit.trace(Around(graphed), setting.randn(4, 8), check_trace=False)
-    assert "runs without a graph: a transform, a tracer or" in caplog.text
-    for _ in range(2):
-        x = setting.randn(4, 8)
-        same(traced(x), Around(plain)(x))
-    assert (graphed.graphed.stats.plain_calls, graphed.graphed.stats.replays) == (1, 0)
-    with torch.set_grad_enabled(grad):
-        same(graphed(x), plain(x))
-    assert (graphed.graphed.stats.plain_calls, graphed.graphed.stats.replays) == (1, 1)
 
 
 def test_forward_mode_inside(setting):
@@ -117,8 +87,7 @@ def test_batched_gradients_are_refused(setting):
 )  # Dynamo's
 def test_backwards_that_compiled_autograd_traces(setting):
     """Its setting is on when the forward runs, and a compiled function calls the backward."""
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    graphed, module, plain = graphed_twins(setting, net())
     head = setting.module(torch.nn.Linear(8, 1))
 
     def tail(h):

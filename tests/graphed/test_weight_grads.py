@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.graphed.steps import clear_grads, same, same_grads, twins
+from tests.graphed.steps import graphed_twins, same, same_grads, twins
 
 
 class _Input(torch.autograd.Function):
@@ -46,37 +46,8 @@ class Split(torch.nn.Module):
         self.weight.grad = made if self.weight.grad is None else self.weight.grad + made
 
 
-def test_split_gradients(setting):
-    module, plain = twins(setting, Split())
-    plain.split = False
-    x = setting.randn(4, 8, grad=True)
-    graphed = setting.graphed(module, (x,))
-    assert module.weight.grad is None
-    assert module.later == []
-    for _ in range(3):
-        for fn in (graphed, plain):
-            torch.manual_seed(0)
-            for _ in range(2):  # microbatches
-                y = fn(setting.randn(4, 8, grad=True))
-                y.square().sum().backward()
-                if fn is graphed:
-                    fn.backward_dw()
-        same_grads(module, plain)
-        clear_grads(module, plain)
-    assert graphed.graphed.stats.recordings == 3
-    assert module.later == []
-
-
-def test_callables_that_offer_none_have_none(setting):
-    module = setting.module(Split(split=False))
-    graphed = setting.graphed(module, (setting.randn(4, 8),))
-    assert graphed.graphed.stats.recordings == 2
-    assert "backward_dw" not in vars(type(graphed))
-
-
 def test_a_backward_that_ran_plainly_is_the_modules_own(setting):
-    module, plain = twins(setting, Split())
-    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    graphed, module, plain = graphed_twins(setting, Split(), grad=False)
     graphed.close()
     x = setting.randn(4, 8)
     for fn in (graphed, plain):

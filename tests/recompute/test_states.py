@@ -7,56 +7,19 @@ import cgpass
 from cgpass.errors import CheckpointError
 from cgpass.recompute import checkpointed, states, tracker
 from cgpass.recompute.states import CheckpointStates
+from tests.generators import FakeGenerator, State
 from tests.recompute.steps import tensor
 
 FAKE = torch.device("meta", 0)
 
 
-class State:
-    def __init__(self, seed, offset=0):
-        self.seed, self.offset = seed, offset
-
-
-class Generator:
-    """A CUDA generator to whoever looks at its state only."""
-
-    device = torch.device("cuda", 0)
-
-    def __init__(self, state):
-        self._state = state
+class Generator(FakeGenerator):
+    """One that no capture may ask where it stands."""
 
     @property
     def state(self):
         assert not DEVICE.capturing, "not allowed while capturing"
         return self._state
-
-    def manual_seed(self, seed):
-        self._state.seed, self._state.offset = seed, 0
-        return self
-
-    def initial_seed(self):
-        return self._state.seed
-
-    def get_offset(self):
-        return self.state.offset
-
-    def set_offset(self, offset):
-        self.state.offset = offset
-
-    def get_state(self):
-        return (self.state.seed, self.state.offset)
-
-    def set_state(self, state):
-        self.state.seed, self.state.offset = state
-
-    def clone_state(self):
-        return Generator(State(self.state.seed, self.state.offset))
-
-    def graphsafe_get_state(self):
-        return Generator(self._state)
-
-    def graphsafe_set_state(self, other):
-        self._state = other._state
 
 
 class Device:

@@ -49,20 +49,6 @@ def test_forks_draw_from_their_states_and_go_on_there():
     assert torch.equal(torch.rand(3), numbers(0, 3))
 
 
-def test_a_fork_inside_another_trackers_fork():
-    first, second = tracker_of(a=1), tracker_of(b=2)
-    torch.manual_seed(0)
-    with first.fork("a"):
-        one = torch.rand(2)
-        with second.fork("b"):
-            torch.rand(2)
-            with first.fork("a"):
-                two = torch.rand(2)
-    generator = torch.Generator().manual_seed(1)
-    same([one, two], [torch.rand(2, generator=generator) for _ in range(2)])
-    assert torch.equal(torch.rand(3), numbers(0, 3))
-
-
 def test_states_are_not_set_inside_a_fork():
     """They were lost at its end."""
     tracker = tracker_of(a=1)

@@ -7,8 +7,7 @@ from argparse import ArgumentTypeError
 
 import bench
 import pytest
-import torch
-from benchlib import arms, meta, models, report, worker
+from benchlib import arms, meta, report, worker
 from benchlib.process import Process
 
 META = {
@@ -106,44 +105,7 @@ def test_what_makes_a_result_none(entry, message):
     assert said == f"GPT-2, train, cgpass:rng=paired: {message}"
 
 
-def test_an_arm_to_compare_with_may_fail():
-    failed = {
-        "limit": {"error": "RuntimeError: synchronises"},
-        "eager": {"check": {"close": False}},
-    }
-    assert report.problems(result(usual() | failed)) == []
-    assert report.problems(result(usual(), left_out=["bert, train"])) == [
-        "left out, out of time: bert, train"
-    ]
-    assert report.problems({"meta": META, "results": []}) == ["no results"]
-
-
 # ---- tables and plots
-
-
-def test_a_report_shows_figures_and_marks_what_differs():
-    found = usual() | {
-        "cgpass": arm(
-            4.0,
-            spread=0.1,
-            peak_reserved_bytes=3 << 20,
-            partitions=[2, 0],
-            per_step={"copied_bytes": 2048.0},
-            settled={"steps": 2, "recordings": 2, "plain_calls": 1},
-            check={"equal": True, "deterministic": True},
-        ),
-        "reduce-overhead": arm(5.0, check={"close": False}),
-        "limit": {"error": "RuntimeError: a | b"},
-    }
-    lines = report.render(result(found, left_out=["bert, train"])).splitlines()
-    assert lines[0] == "torch 2.11.0+cu130, NVIDIA H200, driver 1, commit abc."
-    assert "**Left out, out of time: bert, train.**" in lines
-    (ours,) = [line for line in lines if "| cgpass |" in line]
-    assert ours == (
-        "| GPT-2 | cgpass | 4.00 (3.60 to 4.40) | 2.000 | 3 | 2/0 | 2.0 | 2 + 1, step 2 | bitwise equal (deterministic) |"
-    )
-    assert any(line.endswith("| **results differ** |") for line in lines)
-    assert any(line.endswith("| failed: RuntimeError: a / b |") for line in lines)
 
 
 def test_step_times_of_a_grid_are_lines_over_their_depth():
@@ -176,21 +138,6 @@ def test_arms_and_their_options():
     ours = {"cgpass", "cgpass:rng=paired", "cgpass-step", "graphed"}
     theirs = {"default", "limit", "cgpass@baseline", "cgpass:rng=paired@baseline"}
     assert {name for name in ours | theirs if arms.is_ours(name)} == ours
-
-
-@pytest.mark.parametrize(
-    "name", ["stack10", "mlp_64x12", "attentions", "blocks_torch", "blocks_cgpass", "layer"]
-)
-def test_a_model_gives_a_loss_and_all_gradients(name):
-    made = models.make(name, torch.device("cpu"), tiny=True)
-    assert (
-        models.make(name, torch.device("cpu"), tiny=True)
-        .batches[0]["x"]
-        .equal(made.batches[0]["x"])
-    )
-    module = made.instance("x")
-    module(**made.batches[0]).backward()
-    assert all(p.grad is not None for p in module.parameters())
 
 
 def job(**more):
@@ -246,14 +193,6 @@ def test_calls_without_gradients_and_a_baseline(tmp_path, capsys):
     assert found["cgpass@baseline"]["losses"] == found["cgpass"]["losses"]
     assert found["cgpass"]["partitions"] == [1, 0]
     assert "this / baseline" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_first_steps(tmp_path):
-    status, data = run(tmp_path, "--models=stack1", "--modes=start", "--arms", "default", "cgpass")
-    entry = data["results"][0]["arms"]["cgpass"]
-    assert status == 0
-    assert entry["cold_s"] > 0 < entry["warm_s"]
 
 
 @pytest.mark.parametrize(

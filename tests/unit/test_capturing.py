@@ -40,13 +40,6 @@ def test_another_threads_capture_counts():
     assert done == [1]
 
 
-def test_what_is_destroyed_may_destroy_more():
-    done = []
-    with Capture():
-        when_no_capture_runs(lambda: when_no_capture_runs(lambda: done.append(1)))
-    assert done == [1]
-
-
 def test_no_gc_ends_when_the_last_thread_leaves():
     inside, leave, seen = threading.Event(), threading.Event(), []
 

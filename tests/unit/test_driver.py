@@ -355,6 +355,29 @@ def test_warm_ups_have_a_pool_of_their_own_which_is_returned(pools):
     assert first is not second is not third
 
 
+def test_a_failed_capture_leaves_its_pool(pools):
+    driver, log = pools
+    kept, _ = driver.record(lambda args: [], [], opaque=False)
+    with pytest.raises(ValueError, match="user's"):
+        driver.record(failing, [], opaque=False)
+    log.clear()
+    driver.record(lambda args: [], [], opaque=False)
+    assert "begin (0, 2) thread_local" in log
+    assert kept is not None
+
+
+def test_live_blocks_are_those_in_use(pools, monkeypatch):
+    driver, _ = pools
+    states = ("active_allocated", "inactive", "active_allocated")
+    blocks = [{"address": n, "size": 10 * n, "state": state} for n, state in enumerate(states)]
+    monkeypatch.setattr(torch_private, "pool_segments", lambda handle: [{"blocks": blocks}])
+    assert driver.live_blocks(0) == {}
+    graph, _ = driver.record(lambda args: [], [], opaque=False)
+    assert driver.live_blocks(0) == {0: 0, 2: 20}
+    del graph
+    assert driver.live_blocks(0) == {}
+
+
 @pytest.mark.parametrize("after", ["begin (", "end ("])
 def test_a_signal_beside_a_warm_up_ends_its_allocations(pools, monkeypatch, after):
     driver, log = pools

@@ -80,18 +80,6 @@ def test_a_tensor_that_each_call_replaces_is_moved_and_copied():
     assert run.notes[-1].detail.startswith("moved: x2 (float32[2]")
 
 
-def test_a_tensor_that_moves_while_sizes_take_turns_is_told_from_a_new_size():
-    run = runner(lambda x, w, n: [x * w * n], COPIED, STATIC, SYMINT)
-    x, w = torch.ones(2), torch.ones(2)
-    for n in (1, 2) * 2:
-        call(run, x, w, n)
-    kept, w.data = w.data, torch.ones(2)
-    for n in (1, 1):
-        call(run, x, w, n)
-    assert causes(run) == ["first", "shape", "moved"]
-    del kept
-
-
 def test_recordings_that_are_made_once_more_say_why():
     run = runner(lambda x: [x * 2], COPIED, is_backward=True)
     for _ in range(2):

@@ -1,6 +1,5 @@
 """The native code is compiled before the first recording, once, and kept; where it can't be one warning says so."""
 
-import contextlib
 import logging
 import os
 import signal
@@ -142,41 +141,6 @@ def test_a_process_that_goes_before_leaves_nothing_that_stops_the_next(copying, 
     folder = tmp_path / "cache" / "cgpass"
     assert how == "is killed" or list(folder.iterdir()) == [folder / ".lock"]
     assert main(["build"]) == 0
-    assert files(tmp_path / "cache") == [native.file_name()]
-
-
-FORKS = """
-import os, sys, time
-from cgpass.runtime import native
-native.loader.start()
-while not os.path.exists({runs!r}):
-    time.sleep(0.01)
-child = os.fork()
-if not child:
-    {child}
-{parent}
-"""
-
-
-@pytest.mark.parametrize(
-    ("child", "parent"),
-    [
-        ("sys.exit()", "os.waitpid(child, 0); assert native.loader.wait()"),
-        ("time.sleep(60)", "os.kill(os.getpid(), 9)"),
-    ],
-    ids=["the child ends", "the parent is killed"],
-)
-def test_a_process_that_forks_while_it_compiles(copying, tmp_path, child, parent):
-    """The child neither takes away what is being compiled, nor keeps others from compiling."""
-    program = FORKS.format(runs=str(copying), child=child, parent=parent)
-    with subprocess.Popen([sys.executable, "-c", program], start_new_session=True) as process:
-        assert process.wait(60) in (0, -signal.SIGKILL)
-        assert (process.returncode == 0) == (files(tmp_path / "cache") != [])
-        try:
-            subprocess.run([sys.executable, "-m", "cgpass", "build"], check=True, timeout=60)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
     assert files(tmp_path / "cache") == [native.file_name()]
 
 

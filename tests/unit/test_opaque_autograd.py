@@ -212,17 +212,6 @@ def test_missing_gradients_and_named_arguments():
     assert kinds(forward) == kinds(backward) == ["captured", "eager", "captured"]
 
 
-def test_inside_a_checkpoint():
-    def fn(x, w, offs):
-        return torch.utils.checkpoint.checkpoint(layered, x, w, offs, None, use_reentrant=False)
-
-    forward, backward = compare(fn, lambda: (leaf(4, 3), leaf(3, 3), OFFS))
-    assert "eager" in kinds(forward)
-    # the operator runs again in the backward, as the user asked
-    reasons = [reason for part in backward.partitions for reason in map(str, part.reasons)]
-    assert any(reason.startswith("cgpass_tests.scale_rows.default") for reason in reasons)
-
-
 @pytest.mark.parametrize(
     ("call", "hidden"),
     [
@@ -267,9 +256,3 @@ def test_operators_of_lists_break_the_graph():
     call(x).sum().backward()
     assert torch.equal(x.grad, x.cos().detach() + 1)
     torch.compiler.reset()
-
-
-def test_numbers_that_could_be_read_leave_no_symbols_behind():
-    with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        _, backward = compare(layered, lambda: (leaf(4, 3), leaf(3, 3), OFFS, None))
-    assert kinds(backward) == ["captured", "eager", "captured"]

@@ -1,30 +1,10 @@
 """`Options`, the process-wide defaults and the environment variables: what is accepted, and what a bad value is told."""
 
-import dataclasses
-
 import pytest
 
 from cgpass import options
 from cgpass.errors import OptionError
 from cgpass.options import Options, current_defaults, set_defaults
-
-
-def test_defaults_are_those_documented():
-    assert dataclasses.asdict(Options()) == {
-        "compiler": "inductor",
-        "driver": "auto",
-        "static_input_check": "rerecord",
-        "max_recordings": 64,
-        "max_copied_mib": 64,
-        "outputs": "shared",
-        "max_pending_calls": 16,
-        "min_partition_ops": 4,
-        "unsafe_ops": (),
-        "on_skip": "warn",
-        "rng": "exact",
-        "progress": "auto",
-        "inductor": {},
-    }
 
 
 def test_what_is_given_goes_before_defaults_and_those_before_the_environment(monkeypatch):

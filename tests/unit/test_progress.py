@@ -86,12 +86,6 @@ def test_of_blocks_within_blocks_the_innermost_is_told_of(terminal):
     assert terminal.is_clean()
 
 
-def test_a_long_text_stays_one_line(terminal):
-    with progress.shown("x" * 500, "auto"):
-        assert len(terminal.wait_for("xxx")) == WIDTH - 1
-    assert terminal.is_clean()
-
-
 @pytest.mark.parametrize("why", ["off", "file", "none", "closed", "dumb", "rank"])
 def test_off_there_is_no_thread(terminal, monkeypatch, why):
     stream = io.StringIO()

@@ -89,42 +89,9 @@ return (mul_2,)""",
     assert notes == [[RngPairs((CUDA,), positions_at=at)] for at in (2, 1)]
 
 
-def kinds(x):
-    x = x * torch.empty_like(x).bernoulli_(0.5)
-    x = x.index_select(0, torch.randperm(4, device=CUDA))
-    return x * torch.randint(1, 3, (4,), device=CUDA) * torch.normal(0.0, 1.0, (4,), device=CUDA)
-
-
-def test_the_backward_meets_them_in_another_order():
-    graphs = split(joint_graph(checkpointed(kinds), (4,)))
-    rewrite(graphs)
-    drawn = [
-        [
-            (n.args[0]._opname, n.kwargs["rng_state"].name)
-            for n in gm.graph.nodes
-            if "rng_state" in n.kwargs
-        ]
-        for gm in graphs
-    ]
-    ops = ["bernoulli", "randperm", "randint", "normal"]
-    forward, backward = (
-        [(op, f"{half}_rng_state_{n}") for n, op in enumerate(ops)] for half in ("fwd", "bwd")
-    )
-    assert drawn == [forward, backward[::-1]]
-
-
 def saves_noise(ctx, op, *args, **kwargs):
     is_noise = op is aten.rand_like.default
     return CheckpointPolicy.MUST_SAVE if is_noise else CheckpointPolicy.MUST_RECOMPUTE
-
-
-def recompute_all(ctx, op, *args, **kwargs):
-    return CheckpointPolicy.MUST_RECOMPUTE
-
-
-def save_products(ctx, op, *args, **kwargs):
-    is_product = op is aten.mm.default
-    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.MUST_RECOMPUTE
 
 
 def by_policy(fn, policy):
@@ -251,11 +218,3 @@ def test_masks_under_a_memory_budget_are_the_forwards(setting, compiler):
             out = call(x)
             out.sum().backward()
             assert torch.equal(out != 0, x.grad != 0)
-
-
-@pytest.mark.parametrize(("policy", "in_backward"), [(recompute_all, 4 + 2), (save_products, 4)])
-@COMPILERS
-def test_checkpoint_policies_are_honoured(policy, in_backward, compiler):
-    fn = by_policy(lambda x, w: ((x @ w).sin() @ w).cos(), policy)
-    graphs = split(joint_graph(fn, (4, 4), (4, 4)), compiler)
-    assert [len(calls(gm, aten.mm.default)) for gm in graphs] == [2, in_backward]

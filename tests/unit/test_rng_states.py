@@ -9,51 +9,17 @@ from cgpass import torch_private
 from cgpass.errors import CaptureError, InputError
 from cgpass.runtime import rng
 from cgpass.runtime.rng import ForwardState, caller_of, forward_states, run_with_state
+from tests.generators import FakeGenerator, State
 from tests.unit.runners import COPIED, OPAQUE, counts, runner
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 EXACT = pytest.mark.parametrize("exact", [True, False], ids=["exact", "paired"])
 
 
-class FakeGenerator:
-    """Seed and offset, as a CUDA generator has them, and the generator that is swapped in for it."""
-
-    device = CUDA
-
-    def __init__(self, seed=7, offset=0):
-        self.seed, self.offset = seed, offset
-        self.stands_in = self
-
-    def initial_seed(self):
-        return self.seed
-
-    def get_offset(self):
-        return self.offset
-
-    def set_offset(self, offset):
-        self.offset = offset
-
-    def manual_seed(self, seed):
-        self.seed, self.offset = seed, 0
-        return self
-
-    def clone_state(self):
-        return FakeGenerator(self.seed, self.offset)
-
-    def graphsafe_get_state(self):
-        return self.stands_in
-
-    def graphsafe_set_state(self, other):
-        self.stands_in = other
-
-    def where(self):
-        return (self.seed, self.offset)
-
-
 @pytest.fixture
 def user(monkeypatch):
     """The user's generator on CUDA."""
-    generator = FakeGenerator()
+    generator = FakeGenerator(State(7))
     real = torch_private.default_generator
     monkeypatch.setattr(
         torch_private,
@@ -68,9 +34,8 @@ def draw(user, steps):
     """An operator that draws from whatever stands in for the user's generator; says where it drew."""
 
     def op():
-        state = user.stands_in
-        before = state.where()
-        state.set_offset(before[1] + steps)
+        before = user.get_state()
+        user.set_offset(before[1] + steps)
         return before
 
     return op
@@ -92,10 +57,10 @@ def through(*ops):
 
 @pytest.mark.parametrize("seed", [7, 2**64 - 1], ids=["small", "of torch.manual_seed(-1)"])
 def test_a_backward_draws_where_its_forward_noted_that_it_drew(user, seed):
-    user.seed, user.offset = seed, 40
+    user.manual_seed(seed).set_offset(40)
     graph = through(draw(user, 4))
     a, positions, where = caller_of(graph, "forward", (CUDA,), 1, exact=True)(["a"])
-    assert (a, where, user.where()) == ("a", (seed, 40), (seed, 44))
+    assert (a, where, user.get_state()) == ("a", (seed, 40), (seed, 44))
     assert positions.dtype is torch.int64
     backward = caller_of(graph, "backward", (CUDA,), 1, exact=True)
     assert backward(["a", positions, "b"]) == ["a", "b", (seed, 40)]
@@ -108,15 +73,15 @@ def test_pairs_on_the_cpu_beside_pairs_on_cuda(user, devices, exact):
     graph = through(
         *(draw(user, 4) if d == CUDA else lambda: torch.rand(3).tolist() for d in devices)
     )
-    user.offset = 40
+    user.set_offset(40)
     *drawn, positions = caller_of(graph, "forward", devices, 2, exact=exact)([])
-    user.offset = 400
+    user.set_offset(400)
     torch.rand(7)
     before = torch.get_rng_state()
     backward = caller_of(graph, "backward", devices, 0, exact=exact)
     for _ in range(2):
         assert backward([positions]) == drawn
-    assert user.where() == (7, 400)
+    assert user.get_state() == (7, 400)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -125,7 +90,7 @@ def test_paired_has_another_seed_for_each_pair_and_the_same_for_the_same_step(us
     forward = caller_of(graph, "forward", (CUDA, CUDA), 2, exact=False)
     first, second, _ = forward([])
     assert first[0] != second[0]
-    assert user.where() == (7, rng._STEPS_OF_A_CALL)  # far past what either drew
+    assert user.get_state() == (7, rng._STEPS_OF_A_CALL)  # far past what either drew
     third, *_ = forward([])
     assert third[0] == first[0]
     assert third[1] != first[1]
@@ -142,11 +107,11 @@ def test_an_error_in_an_operator_puts_the_users_generator_back(user, device):
             torch.rand(5)
         raise ValueError("the operator's own")
 
-    state = FakeGenerator(9) if device == CUDA else torch.Generator().manual_seed(9)
+    state = FakeGenerator(State(9)) if device == CUDA else torch.Generator().manual_seed(9)
     before = torch.get_rng_state()
     with pytest.raises(ValueError, match="the operator's own"):
         run_with_state(fails, rng_state=state)
-    assert user.stands_in is user
+    assert user.get_state() == (7, 0)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -163,7 +128,7 @@ def state_in(user):
 def test_in_a_capture_nobody_notes_a_position(user, monkeypatch):
     state, positions = state_in(user)
     monkeypatch.setattr(torch_private, "is_capturing", lambda: True)
-    user.offset = 40
+    user.set_offset(40)
     run_with_state(draw(user, 4), rng_state=state)
     assert positions.by_number == [(0, 0)]
 
@@ -211,7 +176,7 @@ def test_a_capture_of_the_users_own_is_refused(user, monkeypatch, direction, exa
         "inside a capture of your own: nobody can tell there which numbers its backward has to repeat. Call it "
         "outside, or checkpoint with cgpass.checkpoint in a capture by hand."
     )
-    assert user.where() == (7, 0)
+    assert user.get_state() == (7, 0)
 
 
 def test_positions_that_hooks_made_something_else_of_are_refused(user):

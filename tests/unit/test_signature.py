@@ -37,17 +37,6 @@ def test_layouts_belong_to_it_where_no_guard_covers_them(kind, other):
     assert found.shape_key([X]) != found.shape_key([other])
 
 
-def test_precisions_of_kernels_belong_to_it_however_they_are_set():
-    found, owner = layout(COPIED, check_layout=True), torch.backends.mkldnn.matmul
-    key, before = found.shape_key([X]), owner.fp32_precision
-    owner.fp32_precision = "tf32"
-    try:
-        assert found.shape_key([X]) != key
-    finally:
-        owner.fp32_precision = before
-    assert found.shape_key([X]) == key
-
-
 def test_describe_names_and_lines():
     some = [InputInfo("w", STATIC, "model.py:3 in forward: w"), InputInfo("b", STATIC)]
     assert describe(some, range(2)) == "w (read at model.py:3 in forward: w), b"

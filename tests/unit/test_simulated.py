@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from cgpass import torch_private
 from cgpass.errors import DriverUnavailableError
 from cgpass.runtime import rng, simulated
-from cgpass.runtime.simulated import SimulatedDriver, SimulatedPool, driver_for
+from cgpass.runtime.simulated import SimulatedDriver, driver_for
 
 
 @pytest.fixture
@@ -141,43 +141,13 @@ def test_neither_a_tape_nor_its_reset_keeps_inputs_alive(driver):
 # ---- the pool
 
 
-def test_a_later_recording_reuses_temporaries_and_no_output(driver):
-    x = torch.ones(64)
-    first, (a,) = record(driver, lambda x: [(x * 2).sum(0, keepdim=True)], x)
-    second, (b,) = record(driver, lambda x: [x * 5], x)
-    first.replay()
-    second.replay()
-    assert (b == 5).all()
-    assert a.tolist() == [128]
-    first.replay()
-    assert not (b == 5).all(), "the first one's temporary lies on the second one's output"
-    _, (c,) = record(driver, lambda x: [x * 6], x)
-    assert c.data_ptr() != b.data_ptr()
-
-
-def test_a_block_is_used_again_when_its_last_tensor_has_died(driver):
-    seen = []
-
-    def fn(x):
-        a = x + 1
-        b = a[1:]
-        seen.append(a.data_ptr())
-        del a
-        c = x * 2
-        seen.append(c.data_ptr())
-        b = b - 3
-        d = c + 1
-        seen.append(d.data_ptr())
-        return [b, c, d]
-
-    x = torch.ones(4)
-    graph, (b, c, d) = record(driver, fn, x)
-    assert seen[0] == seen[2] != seen[1]
-    for value in (1.0, 5.0):
+def test_a_result_of_one_byte_is_the_graphs(driver):
+    x = torch.ones(1)
+    graph, (out,) = record(driver, lambda x: [x > 0], x)
+    for value in (1.0, -1.0):
         x.fill_(value)
         graph.replay()
-        assert b.tolist() == [value - 2] * 3
-        assert (c.tolist(), d.tolist()) == ([2 * value] * 4, [2 * value + 1] * 4)
+        assert out.tolist() == [value > 0]
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -206,25 +176,6 @@ def test_recording_on_memory_that_was_used_before_leaves_its_contents(driver, op
     for replay in replays:
         replay()
         assert alias.tolist() == [1, 6, 11, 16]
-
-
-def test_memory_is_given_back_when_pool_and_holders_are_gone():
-    pool = SimulatedPool()
-    storage = pool.allocate(64)
-    address = storage.data_ptr()
-    (buffer,) = map(weakref.ref, pool._blocks.values())
-    assert address in pool
-    del storage
-    held = pool.allocate(64)
-    assert held.data_ptr() == address, "free, and used again"
-    assert pool.allocate(32).data_ptr() != address, "of another size"
-    assert pool.allocate(64).data_ptr() != address, "not free"
-    del pool
-    gc.collect()
-    assert buffer() is not None
-    del held
-    gc.collect()
-    assert buffer() is None
 
 
 # ---- recorded code that sets the default generator itself

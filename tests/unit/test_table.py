@@ -73,21 +73,3 @@ def test_recordings_go_with_what_they_read_in_place(held):
     assert table.drop_gone() == ([] if held else [recordings[1]])
     assert table.all() == (recordings if held else recordings[:1])
     assert sizes(table) == (1 + held, 0)
-
-
-def test_nothing_grows_over_5000_shapes():
-    """Keys are forgotten with their storages, and the least recently used first."""
-    table = RecordingTable(64)
-    table.add(table.remember(seen("recorded")), b"", Recorded())
-    most = 0
-    for n in (*range(2000), 0, *range(2000, 9000)):
-        table.remember(seen(n))
-        most = max(most, len(table.seen())) if n % 50 == 0 else most
-        assert n != 4000 or table.get((0,), b""), "it was seen not long ago"
-    found = {name: table.get((name,), b"") is not None for name in ("recorded", 1, 8999)}
-    assert found == {"recorded": True, 1: False, 8999: True}
-    assert 2048 < most <= 64 + 2 * 2048
-    table = RecordingTable(64)
-    for n in range(5000):  # each with a tensor that dies
-        table.remember(seen(n, torch.ones(2)))
-    assert sizes(table)[0] <= 128

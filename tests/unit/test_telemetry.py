@@ -131,10 +131,3 @@ def test_other_handlers_are_left_to_it(bare, capsys, monkeypatch, name):
     monkeypatch.setattr(theirs, "handlers", [*theirs.handlers, handler])
     log.warning("once")
     assert (len(taken), capsys.readouterr().err) == (1, "")
-
-
-def test_who_wants_no_last_resort_has_none(bare, capsys, monkeypatch):
-    bare()
-    monkeypatch.setattr(logging, "lastResort", None)
-    log.warning("not heard")
-    assert capsys.readouterr().err == ""

@@ -13,6 +13,7 @@ from cgpass.errors import (
     OutputError,
     StaticInputMovedError,
 )
+from tests.unit.runners import counts
 
 X = torch.ones(3)
 
@@ -21,11 +22,6 @@ def wrap(fn, static=(), **options):
     return cgpass.CUDAGraphWrapper(
         fn, static_input_indices=static, options={"driver": "simulated", **options}
     )
-
-
-def counts(wrapper):
-    stats = wrapper.stats
-    return (stats.warmups, stats.recordings, stats.replays, stats.plain_calls)
 
 
 @dataclasses.dataclass
