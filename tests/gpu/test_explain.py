@@ -1,5 +1,7 @@
 """What `explain` measures on a GPU: times on the device inside graphs and out, and memory of pools."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
