@@ -12,7 +12,7 @@ from torch import fx
 from cgpass import telemetry, torch_private
 from cgpass.compile import culprits, formulas
 from cgpass.compile.assembly import GraphBuilder, passes_for
-from cgpass.compile.compilers import Boxed, Compiler, copy_of
+from cgpass.compile.compilers import Boxed, Compiler, GraphCache, copy_of
 from cgpass.compile.culprits import FailedOperators
 from cgpass.compile.facts.breaks import graph_break_of
 from cgpass.compile.facts.capturability import has_cpu_scalars, is_argument
@@ -27,7 +27,6 @@ from cgpass.compile.passes.base import Direction, PassContext, run_passes
 from cgpass.compile.passes.own_gradients import OwnGradients
 from cgpass.compile.passes.rng_pairs import FunctionalizeRng, RngPairs, split_joint
 from cgpass.compile.training import TrainingCall
-from cgpass.compile.warm_start import GraphCache
 from cgpass.errors import DoubleBackwardError, DriverUnavailableError, OptionError
 from cgpass.options import Options, nearest
 from cgpass.runtime import native
@@ -301,12 +300,12 @@ class Compilation:
     def _compile_tensors(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], compiler: Compiler
     ) -> Boxed:
-        """As `_compile_graph`, for a graph that has neither pairs nor positions of them."""
+        """Do the work of `_compile_graph` for a graph that has neither pairs nor positions of them."""
         direction = compiler.direction
         target = find_target(gm, self.options.driver)
         build = self._builder(compiler=compiler, target=target)
         if target.skip is not None:
-            return build.plainly(gm, example_inputs, target.skip)
+            return build.plainly(gm, example_inputs, skip=target.skip)
         context = PassContext(device=target.device, stage="graph", direction=direction)
         # What our passes put in is for partitions: Inductor has no lowering for `aten._to_copy`.
         original = copy_of(gm) if has_cpu_scalars(gm) else gm
@@ -328,14 +327,14 @@ class Compilation:
         if direction == "forward":
             self._saved = build.kinds
         if not any(tag.captured for tag in tags):
-            return build.uncaptured(original, example_inputs, reasons)
+            return build.plainly(original, example_inputs, reasons)
         if target.records:
             build.report(reasons)
         build.names = self._user_names(gm)
         output = gm.graph.output_node()
         build.visible = frozenset(range(output.meta.get(_NUM_RETURNED, len(graph_outputs(gm)))))
         if is_whole:
-            return build.whole(gm, example_inputs)
+            return build.whole(gm, example_inputs, otherwise)
         return build.partitioned(gm, otherwise)
 
     def _is_static(self, node: fx.Node) -> bool:
@@ -358,5 +357,5 @@ class Compilation:
         """The owner of this function's recordings."""
         if self._owner is None:
             driver = SimulatedDriver(device) if device.type == "cpu" else CUDADriver(device)
-            self._owner = Owner(driver, max_pending_calls=self.options.max_pending_calls)
+            self._owner = Owner(driver, self.options)
         return self._owner

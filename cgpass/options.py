@@ -112,20 +112,7 @@ class Options:
         return cls(**{**_defaults(), **_known(options or {})})
 
 
-REMOVED: Final = {
-    "max_static_sets": "max_recordings counts for each set of parameters and buffers",
-    "max_rerecords": "a parameter that moves is copied, up to max_copied_mib a call",
-    "num_warmup_calls": "one call without a graph comes before each recording",
-    "capture_policy": "what can be captured is; min_partition_ops leaves out small partitions",
-    "annotate_kernels": "torch.profiler names each partition's call",
-    "keep_graphs": "cgpass.explain lists the recordings with their causes",
-    "parameter_grads": "cgpass.train_step runs the whole step as one graph",
-}
-"""Options of before, and what is there instead."""
-
 _SPECS: Final = {spec.name: spec for spec in fields(Options)}
-
-
 _lock: Final = threading.RLock()  # a signal may come inside
 _overrides: Final[dict[str, Any]] = {}
 
@@ -223,8 +210,6 @@ def _from_text(variable: str, name: str, text: str) -> Any:
 
 def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:
     for name in options:
-        if name in REMOVED:
-            raise OptionError(f"cgpass: option {name!r} was removed: {REMOVED[name]}.")
         if name not in _SPECS:
             near = nearest(name, _SPECS)
             hint = f"did you mean {near!r}?" if near else f"known: {', '.join(_SPECS)}."

@@ -23,7 +23,7 @@ from cgpass.compile.facts.values import (
     is_inductor_random,
     num_ops,
 )
-from cgpass.compile.layouts import inputs_as_traced, laid_out_otherwise
+from cgpass.compile.layouts import inputs_as_traced
 from cgpass.compile.passes.base import Pass, graph_text
 from cgpass.compile.passes.join_collectives import JoinCollectives
 from cgpass.compile.passes.lift_cpu_scalars import LiftCpuScalars
@@ -89,47 +89,42 @@ class GraphBuilder:
         self,
         gm: fx.GraphModule,
         example_inputs: Sequence[Any],
-        why: str,
         reasons: Sequence[Reason] = (),
-        *,
-        is_skip: bool = True,
+        skip: str | None = None,
     ) -> Boxed:
-        """Compile a graph without partitions, as `torch.compile` would, and say why.
+        """Compile a graph of which nothing is captured as `torch.compile` would, and say why.
+
+        One that is too small to be worth it is no skip. `skip` is a reason that no operator has.
 
         Raises:
             CaptureError: The user wants no graph to run without a CUDA graph.
         """
-        driver, direction = self.options.driver, self.compiler.direction
-        skip, found, ops = why, tuple(reasons), num_ops(gm)
-        if driver == "none":
-            skip, found = _OFF, ()
-        told = {"runs_without_cuda_graphs": skip, "num_ops": ops, "reasons": list(map(str, found))}
+        found = tuple(each for each in reasons if not each.is_chosen)
+        is_skip = bool(skip or found or not reasons)
+        if is_skip:
+            why = skip or "; ".join(dict.fromkeys(map(str, found))) or "it has no operators"
+        elif all(reason.code in ("no_work", "effect_token") for reason in reasons):
+            found, why = tuple(reasons), "it launches no work on the device"
+        else:
+            found = tuple(reasons)
+            why = (
+                "fewer of its operators do work on the device (views don't count) than "
+                f"min_partition_ops={self.options.min_partition_ops}"
+            )
+        driver, direction, ops = self.options.driver, self.compiler.direction, num_ops(gm)
+        known, causes = (_OFF, ()) if driver == "none" else (why, found)
+        listed = list(map(str, causes))
+        told = {"runs_without_cuda_graphs": known, "num_ops": ops, "reasons": listed}
         tracing.add_json(f"{direction}_plan", lambda: told)
-        graph = telemetry.add_graph(self._summary((), skip=skip, num_ops=ops, why=found))
+        graph = telemetry.add_graph(self._summary((), skip=known, num_ops=ops, why=causes))
         text = f"{self.source.graph(direction)} runs without CUDA graphs: {why}"
         on_cuda = any(d.type == "cuda" for d in devices(gm))
         if is_skip and (driver in ("cuda", "simulated") or (driver == "auto" and on_cuda)):
             telemetry.compile_stats.skips += 1
-            self._tell(text, anew=not reasons or any(map(self._is_new, reasons)))
+            self._tell(text, anew=not found or any(map(self._is_new, found)))
         else:
             log.info("%s", text)
         return _counted(graph, self.compiler.whole(gm, example_inputs))
-
-    def uncaptured(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], reasons: Sequence[Reason]
-    ) -> Boxed:
-        """As `plainly`, for a graph of which nothing is captured; one too small to be worth it is no skip."""
-        blockers = [reason for reason in reasons if not reason.is_chosen]
-        if blockers or not reasons:
-            why = "; ".join(dict.fromkeys(map(str, blockers))) or "it has no operators"
-            return self.plainly(gm, example_inputs, why, blockers)
-        why = (
-            "fewer of its operators do work on the device (views don't count) than "
-            f"min_partition_ops={self.options.min_partition_ops}"
-        )
-        if all(reason.code in ("no_work", "effect_token") for reason in reasons):
-            why = "it launches no work on the device"
-        return self.plainly(gm, example_inputs, why, reasons, is_skip=False)
 
     def report(self, reasons: Sequence[Reason]) -> None:
         """One message for everything in the graph that can't be captured.
@@ -154,14 +149,16 @@ class GraphBuilder:
         level = logging.WARNING if anew and self.options.on_skip == "warn" else logging.INFO
         log.log(level, "%s", message)
 
-    def whole(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
-        """A graph that is one captured partition."""
+    def whole(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], otherwise: Sequence[int] = ()
+    ) -> Boxed:
+        """A graph that is one captured partition; it was traced with other inputs than come `otherwise`."""
         num_outputs = len(graph_outputs(gm))
         summaries = _summaries(gm, {"captured_0": gm})
         graph = self._add_summary(summaries)
-        original, others = self._kept(gm), laid_out_otherwise(gm, example_inputs)
+        original = self._kept(gm)
         inputs = gm.graph.find_nodes(op="placeholder")
-        copies = {inputs[i].name for i in others}  # the forward's copies of parameters
+        copies = {inputs[i].name for i in otherwise}  # the forward's copies of parameters
         kinds = {
             name: InputKind.POOLED if kind is InputKind.STATIC and name in copies else kind
             for name, kind in self.kinds.items()
@@ -171,7 +168,7 @@ class GraphBuilder:
             fn = self.compiler.whole(gm, example_inputs)
         if not self.target.records:
             return _counted(graph, fn)
-        run = self._runner("captured_0", fn, infos, original, graph, others)
+        run = self._runner("captured_0", fn, infos, original, graph, otherwise)
         made = outputs_made(original)
         plan = whole_plan(len(infos), num_outputs, run, "captured_0", self.visible, made)
         return self._executor(plan, summaries, graph)
@@ -198,7 +195,9 @@ class GraphBuilder:
                 runs[name] = self._compile_part(name, parts[name], graph)
         plan = build_plan(outlined, runs, self.visible)
         boxed = self._executor(plan, summaries, graph)
-        return torch_private.mark_boxed(as_traced(boxed)) if otherwise else boxed
+        if not otherwise:
+            return boxed
+        return torch_private.mark_boxed(lambda args: boxed(as_traced(args)))
 
     def _executor(self, plan: Plan, parts: Sequence[PartitionSummary], graph: int) -> Boxed:
         """A callable that telemetry, traces and profiles know of."""
@@ -263,7 +262,7 @@ class GraphBuilder:
             driver=None if communicates else owner.driver,
             what=self.source.of(named),
             refuses=self.options.on_skip == "raise",
-            as_traced=inputs_as_traced(original, otherwise)(list),
+            as_traced=inputs_as_traced(original, otherwise),
         )
         return PartitionRunner(
             fn,

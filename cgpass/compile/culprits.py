@@ -107,14 +107,14 @@ class FailedCapture:
     """None if other processes take part, so that no search can run it."""
     what: str
     refuses: bool
-    as_traced: Callable[[list[Any]], Sequence[Any]]
+    as_traced: Callable[[list[Any]], list[Any]]
 
     def __call__(self, args: list[Any], error: Exception) -> tuple[str, bool]:
         """See `OnFailure`."""
         finding = Finding(clean=False)
         if self.driver is not None:
             with contextlib.suppress(torch.OutOfMemoryError):
-                finding = find_culprit(self.gm, list(self.as_traced(list(args))), self.driver)
+                finding = find_culprit(self.gm, self.as_traced(list(args)), self.driver)
         culprit = finding.culprit
         if culprit is not None:
             culprit.meta[PROVEN] = finding.why

@@ -60,11 +60,8 @@ def watched(gm: fx.GraphModule, calls: list[Any]) -> Iterator[None]:
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             torch_private.wrap_formula(node.target, _watching)
-    before, _here.calls = _here.calls, calls
-    try:
+    with torch_private.replaced(_here, "calls", calls):
         yield
-    finally:
-        _here.calls = before
 
 
 def _watching(

@@ -21,62 +21,61 @@ _Place = tuple[int, int | None]
 """An input, and the dimension of a tensor."""
 
 
-class _Traced:
-    """Strides of some inputs or outputs, as traced."""
+_Sizes = Callable[[Sequence[Any]], tuple[int, ...]]
+_LayOut = Callable[[list[Any], tuple[int, ...]], None]
 
-    def __init__(self, gm: fx.GraphModule, values: Iterable[tuple[int, object]]) -> None:
-        self._wanted: dict[int, tuple[Any, ...]] = {}
-        for position, value in values:
-            fake = value.meta.get("val") if isinstance(value, fx.Node) else None
-            if isinstance(fake, torch.Tensor) and fake.layout == torch.strided:
-                strides = fake.stride()
-                self._wanted[position] = tuple(
-                    s if isinstance(s, int) else s.node.expr for s in strides
-                )
-        used = [s for strides in self._wanted.values() for s in strides if not isinstance(s, int)]
-        symbols = {symbol for s in used for symbol in s.free_symbols}
-        # now: compiling may replace symbols by numbers
-        self._places = {s: place for s, place in _bindings(gm).items() if s in symbols}
-        self._strides = functools.lru_cache(self._find_strides)
 
-    def sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """Return the sizes of a call's inputs that the strides depend on."""
+def _as_traced(gm: fx.GraphModule, values: Iterable[tuple[int, object]]) -> tuple[_Sizes, _LayOut]:
+    """Have tensors lie as these values were traced: reads the sizes of a call off its inputs, and copies what lies otherwise."""
+    wanted: dict[int, tuple[Any, ...]] = {}
+    for position, value in values:
+        fake = value.meta.get("val") if isinstance(value, fx.Node) else None
+        if isinstance(fake, torch.Tensor) and fake.layout == torch.strided:
+            strides = fake.stride()
+            wanted[position] = tuple(s if isinstance(s, int) else s.node.expr for s in strides)
+    used = [s for strides in wanted.values() for s in strides if not isinstance(s, int)]
+    symbols = {symbol for s in used for symbol in s.free_symbols}
+    # now: compiling may replace symbols by numbers
+    places = {s: place for s, place in _bindings(gm).items() if s in symbols}
+
+    def sizes(args: Sequence[Any]) -> tuple[int, ...]:
         return tuple(
-            [args[at] if dim is None else args[at].shape[dim] for at, dim in self._places.values()]
+            [args[at] if dim is None else args[at].shape[dim] for at, dim in places.values()]
         )
 
-    def lay_out(self, values: list[Any], sizes: tuple[int, ...]) -> None:
-        """Have tensors lie as traced, each copied if it doesn't."""
-        for i, stride in self._strides(sizes).items():
-            if isinstance(values[i], torch.Tensor) and not _lies(values[i], stride):
-                values[i] = _copied(values[i], stride)
-
-    def _find_strides(self, sizes: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
-        """Strides by position, without those that depend on data."""
-        known = dict(zip(self._places, map(sympy.Integer, sizes), strict=True))
+    @functools.lru_cache
+    def strides_at(sizes: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+        known = dict(zip(places, map(sympy.Integer, sizes), strict=True))
         found = {
             i: [s if isinstance(s, int) else s.xreplace(known) for s in strides]
-            for i, strides in self._wanted.items()
+            for i, strides in wanted.items()
         }
         return {
             i: tuple(map(int, strides))
             for i, strides in found.items()
-            if all(isinstance(s, int | sympy.Integer) for s in strides)
+            if all(isinstance(s, int | sympy.Integer) for s in strides)  # none depends on data
         }
+
+    def lay_out(values: list[Any], sizes: tuple[int, ...]) -> None:
+        for i, stride in strides_at(sizes).items():
+            if isinstance(values[i], torch.Tensor) and not _lies(values[i], stride):
+                values[i] = _copied(values[i], stride)
+
+    return sizes, lay_out
 
 
 def outputs_as_traced(gm: fx.GraphModule) -> Callable[[Boxed], Boxed]:
-    """Has what a graph is compiled to, as a decorator, return outputs as it was traced.
+    """Decorate what a graph is compiled to, so that outputs lie as they were traced.
 
     Inductor does so for outputs that it computes, but may lay a view out anew.
     """
-    traced = _Traced(gm, enumerate(graph_outputs(gm)))
+    sizes_of, lay_out = _as_traced(gm, enumerate(graph_outputs(gm)))
 
     def wrap(fn: Boxed) -> Boxed:
         def run(args: list[Any]) -> list[Any]:
-            sizes = traced.sizes(args)
+            sizes = sizes_of(args)
             outputs = list(fn(args))
-            traced.lay_out(outputs, sizes)
+            lay_out(outputs, sizes)
             return outputs
 
         return run
@@ -84,19 +83,18 @@ def outputs_as_traced(gm: fx.GraphModule) -> Callable[[Boxed], Boxed]:
     return wrap
 
 
-def inputs_as_traced(gm: fx.GraphModule, positions: Iterable[int]) -> Callable[[Boxed], Boxed]:
-    """Has what a graph is compiled to, in parts, get inputs at `positions` as it was traced with: the graph as a whole was not."""
+def inputs_as_traced(
+    gm: fx.GraphModule, positions: Iterable[int]
+) -> Callable[[list[Any]], list[Any]]:
+    """Make a function that has inputs of a call at `positions` lie as a graph was traced with them."""
     inputs = gm.graph.find_nodes(op="placeholder")
-    traced = _Traced(gm, [(i, inputs[i]) for i in positions])
+    sizes_of, lay_out = _as_traced(gm, [(i, inputs[i]) for i in positions])
 
-    def wrap(fn: Boxed) -> Boxed:
-        def run(args: list[Any]) -> Sequence[Any]:
-            traced.lay_out(args, traced.sizes(args))
-            return fn(args)
+    def run(args: list[Any]) -> list[Any]:
+        lay_out(args, sizes_of(args))
+        return args
 
-        return run
-
-    return wrap
+    return run
 
 
 def laid_out_otherwise(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:

@@ -154,7 +154,7 @@ class Single:
         return cls(plan, last.run, moved)
 
     def infos(self) -> list[InputInfo]:
-        """What is known of each input of the graph, scalars on the device among them."""
+        """Facts about each input of the graph, scalars on the device among them."""
         known = dict(zip(self.plan.steps[-1].inputs, self.runner.layout.infos, strict=True))
         return [
             known.get(n) or InputInfo(f"number {n}", InputKind.COPIED)

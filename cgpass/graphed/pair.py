@@ -310,7 +310,7 @@ class Pair:
         stats.replays += 1
         stats.copied_bytes += recording.copied_bytes
         owner.note_handed_out(recording)
-        if owner.several_threads:
+        if owner.copies_results:
             stats.copied_bytes += recording.copy_out(outputs)
         return outputs
 

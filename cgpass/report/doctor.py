@@ -74,7 +74,7 @@ def _native() -> Iterator[Finding]:
     there = next(each for each in (folder, *folder.parents) if each.exists())
     fix = "" if os.access(there, os.W_OK) else "Set XDG_CACHE_HOME to a folder that can be written"
     yield "cache of native code", str(folder), fix
-    fix = "" if native.loader.wait("off") else "See python -m cgpass build"
+    fix = "" if native.loader.wait("auto") else "See python -m cgpass build"
     yield "native code", str(native.loader.status), fix
 
 

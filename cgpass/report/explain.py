@@ -18,7 +18,6 @@ from cgpass.options import set_defaults
 from cgpass.report import watch
 from cgpass.report.report import Report
 from cgpass.runtime import native
-from cgpass.runtime.owner import Owner
 from cgpass.whole_step import TrainStep
 
 Fn = Callable[..., Any] | torch.nn.Module
@@ -122,34 +121,21 @@ def explain(
                 native.loader.wait()
         report.model = _name_of(fn)
         if compare and report.device != watch.SIMULATED:
-            report.ms, report.plain_ms = watch.compared(call, _owners({}))
+            report.ms, report.plain_ms = watch.compared(call)
         return report
 
 
 @contextlib.contextmanager
 def _compiled(fn: Fn, given: dict[str, Any]) -> Iterator[Callable[..., Any]]:
     """Compile it; afterwards no recordings of it are left."""
-    before = telemetry.now().calls
+    before = telemetry.now()
     compiled = torch.compile(fn, backend=cgpass, options=given)
     torch_private.note_graph_breaks()  # Dynamo is loaded by now
     try:
         yield compiled
     finally:
-        for owner in _owners(before):
+        for owner in watch.owners(before):
             owner.release()
-
-
-def _owners(before: Mapping[int, int]) -> list[Owner]:
-    """Owners of graphs that live, and were called more often than `before` tells by number."""
-    calls = telemetry.now().calls
-    found = {
-        id(each.owner): each.owner
-        for number, (_, runs) in telemetry.graph_runs().items()
-        if calls.get(number, 0) > before.get(number, 0)
-        for each in watch.live(runs)
-        if each.owner is not None
-    }
-    return list(found.values())
 
 
 def _call(run: Callable[[], Any], training: bool, tensors: Sequence[torch.Tensor]) -> None:

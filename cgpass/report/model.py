@@ -39,7 +39,7 @@ class PartitionReport(PartitionSummary):
     output_bytes: int | None = None
     """Memory of its recordings' outputs."""
     device_ms: float | None = None
-    """Time on the device in these calls; None where no device tells."""
+    """Mean time of a call on the device; None where none was timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +94,9 @@ class Facts:
     pool_bytes: int | None = None
     """Memory that the graphs' pools take from the device; None where no device is asked for any."""
     graphs_ms: float | None = None
-    """Time on the device inside CUDA graphs."""
+    """Time on the device inside CUDA graphs, in the sample of calls that was timed."""
     device_ms: float | None = None
-    """Time on the device from the first to the last of the calls, idle time included."""
+    """All of the time on the device in that sample, between the calls and idle time included."""
     ms: float | None = None
     """Where they were compared: mean time of a call with CUDA graphs, until the device is done."""
     plain_ms: float | None = None

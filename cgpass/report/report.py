@@ -16,7 +16,7 @@ from cgpass.report import text
 from cgpass.report.model import Facts
 from cgpass.report.text import milliseconds, share
 
-SCHEMA: Final = 4
+SCHEMA: Final = 5
 """Version of the dictionaries that `Report.to_dict` gives."""
 
 

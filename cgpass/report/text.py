@@ -14,7 +14,7 @@ from cgpass.telemetry.reason import OTHER_FIXES, Reason, many
 WIDTH: Final = 100
 _LISTED: Final = 12
 """Findings that the text lists."""
-_ROW: Final = "    {:24} {:>6} {:>6} {:>8} {:>8} {:>10} {:>8} {:>9}"
+_ROW: Final = "    {:24} {:>6} {:>6} {:>8} {:>8} {:>10} {:>8} {:>12}"
 """Of the table of partitions; longer names have a line of their own."""
 NOTHING: Final = (
     "Nothing that cgpass compiled ran here. It was not called, it is compiled for another backend, or torch.compile "
@@ -136,8 +136,7 @@ def _found(report: Facts) -> Iterator[tuple[float, Reason]]:
         detail = f"{'noted before this report: ' if reason.is_earlier else ''}{reason.detail}"
         where = reason.line
         if reason.rest is not None:
-            where = f"{reason.rest} runs in eager"
-            detail = f"because of {reason.line}: {detail}" if reason.line else detail
+            where = f"{reason.rest} runs in eager{f' because of {where}' if where else ''}"
         yield math.inf, replace(reason, line=where, detail=detail)
     for reason in report.recompilations:
         yield 0, reason
@@ -167,7 +166,7 @@ def _of_partition(where: str, part: PartitionReport) -> Iterator[tuple[float, Re
     causes = Counter(note.cause for note in part.recordings if note.cause != "first")
     for cause, count in causes.items():
         notes = [note for note in part.recordings if note.cause == cause]
-        more = f"{many(count, 'more recording')} ({cause}): {notes[-1].detail}"
+        more = f"{many(count, 'more recording')}: {notes[-1].detail}"
         yield count, Reason(cause, "", more, _CAUSES.get(cause, _DROP), where)
     if rescues := part.counts.get("rescues", 0):
         copied = size(part.counts.get("rescued_bytes", 0))
@@ -221,8 +220,11 @@ def costs(report: Facts) -> list[str]:
     lines = ["", "What costs most:"]
     for number, each in enumerate(found[:_LISTED], 1):
         times = f" ({each.count} times)" if each.count > 1 else ""
-        lines += wrapped(f"{number}. {each.line}{times}", 2, 3)
-        lines += wrapped(what(each), 5)
+        if each.code == "graph_break":  # it says what is written there
+            place = str(each.line).partition(": ")[0]
+            lines += wrapped(f"{number}. {place}{times}: {what(each)}", 2, 3)
+        else:
+            lines += [*wrapped(f"{number}. {each.line}{times}", 2, 3), *wrapped(what(each), 5)]
         lines += wrapped(f"Do: {each.fix}", 5) if each.fix else []
     if len(found) > _LISTED:
         lines += wrapped(
@@ -270,7 +272,7 @@ def table(graph: GraphReport) -> Iterator[str]:
     timed = any(part.device_ms is not None for part in graph.partitions)
     titles = ("partition", "runs", "ops", "calls", "replays", "copied", "recorded")
     if graph.partitions:
-        yield _ROW.format(*titles, "device" if timed else "").rstrip()
+        yield _ROW.format(*titles, "device/call" if timed else "").rstrip()
     for part in graph.partitions:
         name = " ".join(part.name.split())
         if len(name) > 24:

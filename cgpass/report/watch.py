@@ -1,11 +1,13 @@
 """Watch the calls in a block: compare telemetry's counts before and after it; the calls themselves run no code of it.
 
-On CUDA pairs of events around partitions tell their times on the device, of the first thousands of calls.
+On CUDA pairs of events around partitions tell their times on the device, of a sample of calls.
 """
 
 import contextlib
 import dataclasses
 import functools
+import random
+import statistics
 import sys
 import time
 from collections import defaultdict
@@ -14,7 +16,6 @@ from dataclasses import replace
 from typing import Any, Final, Self
 
 import torch
-from torch.utils.benchmark import Timer
 
 from cgpass import telemetry, torch_private
 from cgpass.compile.facts.breaks import graph_breaks, left_to_eager, place_of, recompiled
@@ -25,6 +26,7 @@ from cgpass.runtime import native
 from cgpass.runtime.executor import Executor, Run, Step
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.partition import PartitionRunner
+from cgpass.telemetry import CallStats
 from cgpass.telemetry.reason import excused
 from cgpass.telemetry.summaries import GraphSummary, counted
 from cgpass.version import VERSION
@@ -32,8 +34,12 @@ from cgpass.version import VERSION
 Key = tuple[int, str]
 """Number of a graph, and the name of one of its partitions."""
 
+_SPACING: Final = 32
+"""Of so many periods one is timed on average; of the first ones more."""
+_LONGEST: Final = 512
+"""Calls of partitions in a period; one that is longer is given up."""
 _TIMED: Final = 4096
-"""Calls of partitions in one block that events are recorded around."""
+"""Calls of partitions in a block from which on no more are timed."""
 _COMPARED: Final = 5
 """Calls that are timed with graphs, and without."""
 SIMULATED: Final = "cpu (simulated graphs: they behave like real ones, their speed means nothing)"
@@ -66,11 +72,10 @@ def _report(
     clock: "_Clock",
 ) -> Report:
     """Report what came after a moment; until then torch had noted some graph breaks and compilations."""
-    after, graphs, owners = telemetry.now(), list[GraphReport](), dict[int, Owner]()
+    after, graphs = telemetry.now(), list[GraphReport]()
     for number, (summary, runs) in telemetry.graph_runs().items():
         if calls := after.calls.get(number, 0) - before.calls.get(number, 0):
             graphs.append(_graph(number, summary, runs, calls, before, clock))
-            owners.update((id(each.owner), each.owner) for each in live(runs) if each.owner)
     met, left = graph_breaks(breaks, graphs)
     left = [*left_to_eager(notes), *left]
     known = {place_of(each.line) for each in left}
@@ -79,7 +84,8 @@ def _report(
         for each, counts in after.others.items()
         if (was := before.others.get(each, (0, 0, 0)))[0] < counts[0]
     }
-    pools = [n for owner in owners.values() if (n := owner.driver.pool_bytes()) is not None]
+    sizes = [owner.driver.pool_bytes() for owner in owners(before)]
+    pools = [each for each in sizes if each is not None]
     on_cuda = torch.cuda.is_initialized()  # asking for the name would do that
     simulated = "simulated" in ({g.driver for g in graphs} - {None} or {Options.parse(None).driver})
     return Report(
@@ -99,14 +105,23 @@ def _report(
         counters=telemetry.grown(after.counters, before.counters),
         native=native.loader.status,
         pool_bytes=sum(pools) if pools else None,
-        graphs_ms=clock.in_graphs if clock.device_ms else None,
-        device_ms=clock.device_ms,
+        graphs_ms=min(clock.in_graphs, clock.whole) if clock.whole else None,  # of two streams
+        device_ms=clock.whole or None,
     )
 
 
 def live(runs: Iterable[telemetry.GraphRun]) -> list[Executor]:
     """Executors of a graph that still live."""
     return [each for run in runs if isinstance(each := run.live(), Executor)]
+
+
+def owners(before: telemetry.Moment) -> list[Owner]:
+    """Owners of graphs that live, and were called since."""
+    calls, found = telemetry.now().calls, dict[int, Owner]()
+    for number, (_, runs) in telemetry.graph_runs().items():
+        if calls.get(number, 0) > before.calls.get(number, 0):
+            found.update((id(each.owner), each.owner) for each in live(runs) if each.owner)
+    return list(found.values())
 
 
 def _graph(
@@ -166,57 +181,95 @@ def _memory(runner: PartitionRunner) -> dict[str, Any]:
     return told
 
 
-class _Clock:
-    """Times of partitions on CUDA."""
+_Timed = tuple[Key, Any, Any, bool]
+"""A call: of which partition, the events before and after it, and whether a graph made it."""
+
+
+class _Clock(contextlib.ExitStack):
+    """Times on CUDA of a sample of periods, each from one call of a partition to its next one.
+
+    In a period every call of a partition is timed, and what runs between them is part of it: so time inside graphs and
+    all of the time are measured alike. To record an event takes the host about 10 us, hence no more than a sample.
+    Periods in which something is compiled, warmed up or recorded are left out.
+    """
 
     def __init__(self) -> None:
+        super().__init__()
         self.parts: dict[Key, float] = {}
-        """Milliseconds of each partition, all its calls together."""
-        self.in_graphs = 0.0
-        self.device_ms: float | None = None
-        self._pairs: list[tuple[Key, Any, Any, bool]] = []
-        self._begin: Any = None
-        self._stack = contextlib.ExitStack()
+        """Mean milliseconds of a call of each partition."""
+        self.in_graphs = self.whole = 0.0
+        """Milliseconds of all periods, inside graphs and as a whole."""
+        self._skips = self._ended = self._timed = 0
+        self._period: list[_Timed] = []
+        self._periods: list[tuple[list[_Timed], Any]] = []
+        self._random = random.Random(0)
 
     def __enter__(self) -> Self:
-        if torch.cuda.is_initialized():
-            self._begin = _event()
-        self._stack.callback(telemetry.listen(self._add))
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._stack.close()
+        self.callback(telemetry.listen(self._add))
+        return super().__enter__()
 
     def _add(self, number: int, run: telemetry.GraphRun) -> None:
+        self._end_period(self._period, None)
         for each in live([run]):
             if each.owner is not None and each.owner.driver.device.type == "cuda":
-                self._stack.callback(each.wrap(functools.partial(self._wrapped, number)))
+                self.callback(each.wrap(functools.partial(self._wrapped, number)))
 
     def _wrapped(self, number: int, step: Step, run: Run) -> Run:
+        stats = step.run.stats if isinstance(step.run, PartitionRunner) else CallStats()
+        key = number, step.name
+
         def timed(values: list[Any]) -> Any:
-            if len(self._pairs) >= _TIMED or torch.cuda.is_current_stream_capturing():
+            if self._skips > 0:
+                self._skips -= 1
                 return run(values)
-            begin = _event()
-            result = run(values)
-            self._pairs.append(((number, step.name), begin, _event(), result[1] is not None))
-            return result
+            return self._run(key, stats, run, values)
 
         return timed
 
+    def _run(self, key: Key, stats: CallStats, run: Run, values: list[Any]) -> Any:
+        period = self._period
+        is_first = not period
+        if torch.cuda.is_current_stream_capturing() or (is_first and not stats.replays):
+            return run(values)
+        begin = _event()
+        if not is_first and key == period[0][0]:
+            self._end_period(period, begin)
+            return run(values)
+        settled = stats.warmups, stats.recordings
+        result = run(values)
+        period.append((key, begin, _event(), result[1] is not None))
+        if settled != (stats.warmups, stats.recordings) or len(period) >= _LONGEST:
+            self._end_period(period, None)
+        return result
+
+    def _end_period(self, period: list[_Timed], end: Any) -> None:
+        """Keep a period if it has an end, and choose when the next one begins.
+
+        Not at fixed distances: what comes only every few steps, as an optimizer, would be in all periods or in none.
+        """
+        if not period or period is not self._period:  # it ended already
+            return
+        self._period = []
+        if end is not None:
+            self._periods.append((period, end))
+        self._ended += 1
+        self._timed += len(period)
+        periods = min(self._ended**2, _SPACING)
+        self._skips = self._random.randrange(2 * len(period) * periods)
+        if self._timed >= _TIMED:
+            self._skips = sys.maxsize
+
     def stop(self) -> None:
         """Wait for the device, and add up."""
-        if not self._pairs:
-            return
-        full = len(self._pairs) >= _TIMED
-        end = self._pairs[-1][2] if full else _event()
-        torch.cuda.synchronize()
-        parts: dict[Key, float] = defaultdict(float)
-        for key, begin, stop, graphed in self._pairs:
-            took = begin.elapsed_time(stop)
-            parts[key] += took
-            self.in_graphs += took * graphed
-        self.parts = dict(parts)
-        self.device_ms = (self._begin or self._pairs[0][1]).elapsed_time(end)
+        times: dict[Key, list[float]] = defaultdict(list)
+        for period, end in self._periods:
+            end.synchronize()
+            self.whole += period[0][1].elapsed_time(end)
+            for key, begin, after, in_graph in period:
+                after.synchronize()
+                times[key].append(took := begin.elapsed_time(after))
+                self.in_graphs += took * in_graph
+        self.parts = {key: statistics.fmean(each) for key, each in times.items()}
 
 
 def _event() -> Any:
@@ -225,12 +278,10 @@ def _event() -> Any:
     return event
 
 
-def compared(call: Callable[[], object], owners: Iterable[Owner]) -> tuple[float, float]:
+def compared(call: Callable[[], object]) -> tuple[float, float]:
     """Mean milliseconds of a call with CUDA graphs and without; the latter are not counted."""
-    threads = torch.get_num_threads()  # Dynamo's guards look at it
-    timer = Timer("call()", globals={"call": call}, num_threads=threads)
-    ms = timer.timeit(_COMPARED).mean * 1e3
-    changed = [owner for owner in owners if not owner.plain]
+    ms = _mean_ms(call)
+    changed = [owner for owner in owners(telemetry.Moment()) if not owner.plain]
     runs = [run for _, found in telemetry.graph_runs().values() for run in found]
     counting = [
         each for run in runs for each in (run.tally, *(p.stats for p in run.parts.values()))
@@ -239,9 +290,20 @@ def compared(call: Callable[[], object], owners: Iterable[Owner]) -> tuple[float
     try:
         for owner in changed:
             owner.plain = True
-        return ms, timer.timeit(_COMPARED).mean * 1e3
+        return ms, _mean_ms(call)
     finally:
         for owner in changed:
             owner.plain = False
         for count in before:
             setattr(*count)
+
+
+def _mean_ms(call: Callable[[], object]) -> float:
+    synchronize = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
+    call()
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(_COMPARED):
+        call()
+    synchronize()
+    return (time.perf_counter() - start) / _COMPARED * 1e3

@@ -103,7 +103,7 @@ def completed(func: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         results = func(*args, **kwargs)
         for value in tensors_in(results):
-            torch_private.wait_tensor()(value)
+            torch.ops._c10d_functional.wait_tensor(value)
         return results
 
     return run

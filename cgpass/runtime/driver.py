@@ -349,8 +349,11 @@ class CUDADriver(GraphDriver):
         self._stream.wait_stream(current)
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             torch_private.clear_cublas_workspaces()
+            pool = self._pool(0)
+            if not pool.is_used:  # while it takes allocations, no other pool's free memory serves
+                when_no_capture_runs(torch.cuda.empty_cache)
             try:
-                with self._pool(0).allocating():
+                with pool.allocating():
                     outputs = fn(args)
             finally:
                 torch_private.clear_cublas_workspaces()

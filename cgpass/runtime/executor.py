@@ -101,7 +101,6 @@ class Executor:
         runners = [step.run for step in plan.steps if isinstance(step.run, PartitionRunner)]
         self._is_backward = any(runner.is_backward for runner in runners)
         self._stats = runners[0].stats if runners else CallStats()
-        self._owns = any(runner.owns_outputs for runner in runners)
         self._visible = sorted(plan.visible)
         self._tell_uses()
 
@@ -145,11 +144,7 @@ class Executor:
                         slots[where] = outputs[part]
                     del inputs, outputs
                 results = self._take_outputs(slots)
-                if (
-                    owner is not None
-                    and (self._owns or owner.several_threads)
-                    and not owner.bypassed
-                ):
+                if owner is not None and owner.copies_results and not owner.bypassed:
                     visible = [n for n in self._visible if isinstance(results[n], torch.Tensor)]
                     own = [n for n in visible if owner.is_pool_storage(results[n])]
                     self._stats.copied_bytes += fast.copy_out(results, own)

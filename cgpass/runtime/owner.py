@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cgpass import torch_private
+from cgpass.options import Options
 from cgpass.runtime import changes, fast, native
 from cgpass.runtime.changes import Change, new_lock, open_modes
 from cgpass.runtime.driver import GraphDriver
@@ -102,16 +103,17 @@ class Member(Protocol):
 class Owner:
     """Driver (with its pools and stream), order of recordings, live outputs of a compiled function."""
 
-    def __init__(self, driver: GraphDriver, *, max_pending_calls: int = 16) -> None:
+    def __init__(self, driver: GraphDriver, options: Options | None = None) -> None:
+        options = options or Options()
         self.driver = driver
-        self.max_pending_calls = max_pending_calls
+        self.max_pending_calls = options.max_pending_calls
         self.lock = new_lock()
         self.closed = False
         self._slots = [Slot()]
         self._births = 0
         self._thread: int | None = None
-        self.several_threads = False
-        """True if calls other than backwards came from several threads."""
+        self.copies_results = options.outputs == "owned"
+        """True if users own what they get, always once calls came from several threads: who hands it out copies it."""
         self.plain = False
         """True if all calls are to run plainly, to be compared with those that replay."""
         self.bypassed: str | None = None
@@ -145,9 +147,9 @@ class Owner:
             return
         thread = threading.get_ident()
         if thread != self._thread:
-            if self._thread is not None and not self.several_threads:
+            if self._thread is not None and not self.copies_results:
                 log.info("several threads call the function: results are copied from now on")
-                self.several_threads = True
+                self.copies_results = True
                 self._drop_all()
             self._thread = thread
 

@@ -63,6 +63,9 @@ log = logging.getLogger(__name__)
 
 _NAMED: Final = 3
 """Inputs that a text names."""
+_MOVES: Final = 3
+"""Calls in turn with an input at a new place that can't be copied, until a warning says so: a parameter may be replaced
+once or twice, and one that goes on moving moves in each."""
 _CANNOT_BE_COPIED = {
     "in_place": "can't be copied, since an optimizer writes them",
     "too_large": "are too large to be copied (max_copied_mib={})",
@@ -83,8 +86,8 @@ _NAME_IT = 'name the operator in options={"unsafe_ops": (...)} to capture the re
 _NO_SYNCS = "Move the code that waits for the device or reads data on the host out of the function to capture the rest"
 _HELD = "results of earlier calls are still referenced, or wait for their backward"
 
-Result = tuple[Sequence[Any], Recording | None]
-"""A call's outputs, and the recording that made them (None if they were made without a graph)."""
+Plain = tuple[Sequence[Any], None]
+"""Outputs of a call that ran without a graph."""
 
 
 @dataclass(eq=False, repr=False)
@@ -115,8 +118,6 @@ class PartitionRunner:
     """Outputs that other partitions or the backward read; to be set before the first call."""
     written: frozenset[int] = field(default=frozenset(), init=False)
     """Inputs that plain calls and recordings turned out to write, where nobody told."""
-    failure: str | None = field(default=None, init=False)
-    """Why the partition is captured no more."""
 
     def __post_init__(self, infos: Sequence[InputInfo]) -> None:
         self._traced_as, self.name = self.name, self.source.of(self.name)
@@ -141,35 +142,36 @@ class PartitionRunner:
             finds_writes=self.check_layout,
             stats=self.stats,
         )
-        self._said: set[str] = set()
         self._last: tuple[ShapeKey, bytes, list[Recording]] | None = None
         """Key and recordings of the last replay of what lay in place."""
         self._draws: list[int] = []
         """Of this call's key: see `Seen.draws`."""
         self._due: Sequence[Seen] = ()
         """Keys to be remembered at the end of this call, when it is known how far their operators draw."""
-        self._refusal: str | None = None
-        """What calls that would record raise, if `on_skip` is "raise"."""
-        self._first_slot = self._largest = self._unseen = 0
-        """Pools before this one do not suit (see `move_apart`); bytes that move of the largest call recorded; calls
-        since the last recording whose key was new, for a warning."""
-        self._tried_anew = False
         self._here = threading.local()
         """True if this thread ran a call without a graph: libraries keep handles for each thread."""
         self._started = 0.0
         """When the last capture began."""
         self._warm_up_ms: float | None = None
         """Host time of the last call without a graph, since the last recording."""
+        self._start_anew()
         owner.add(self)
         native.loader.start(options.progress)
 
-    @property
-    def owns_outputs(self) -> bool:
-        """True if users own what they get, so that whoever calls `run` copies it. See Note [Calls from several threads]."""
-        return self.owner.several_threads or self.options.outputs == "owned"
+    def _start_anew(self) -> None:
+        """Know of no failures, and of nothing that was said or recorded."""
+        self.failure: str | None = None
+        """Why the partition is captured no more."""
+        self._refusal: str | None = None
+        """What calls that would record raise, if `on_skip` is "raise"."""
+        self._first_slot = self._largest = self._unseen = 0
+        """Pools before this one do not suit (see `move_apart`); bytes that move of the largest call recorded; calls
+        since the last recording whose key was new, for a warning."""
+        self._tried_anew = False
+        self._said: set[str] = set()
 
-    def run(self, args: list[Any]) -> Result:
-        """Run one call, which empties the list of its inputs.
+    def run(self, args: list[Any]) -> tuple[Sequence[Any], Recording | None]:
+        """Run one call, which empties the list of its inputs; returns its outputs, and the recording that made them.
 
         **Lifetime:** outputs of a recording lie in the pool. They stay valid as long as somebody holds them, since no
         recording is replayed over held memory; placeholders and temporaries do not.
@@ -183,16 +185,25 @@ class PartitionRunner:
         start = states[0].start() if states else None
         if states:
             self._draws = []
-        result = self._row(args) or self._row(args) or self._row(args)
-        if result is None:
-            result = self._plain(args, "not_in_the_pool", "values that they read were copied out")
+        made = self._row(args) or self._row(args) or self._row(args)
+        if made is None:  # each time it was rescued from where it lay
+            made = self._plain(args, "not_in_the_pool", "values that they read were copied out")
+        if not isinstance(made, Recording):
+            if states:
+                note_positions(states, start, self._draws, replayed=False)
+            for each in self._due:
+                self.table.remember(each)
+            return made
+        self.owner.note_handed_out(made)  # before it can be held, whatever happens
+        outputs = made.run(args)
+        args.clear()
+        self.stats.replays += 1
+        self.stats.copied_bytes += made.copied_bytes
         if states:
-            note_positions(states, start, self._draws, replayed=result[1] is not None)
-        for each in self._due:
-            self.table.remember(each)
-        return result
+            note_positions(states, start, made.draws, replayed=True)
+        return outputs, made
 
-    def _row(self, args: list[Any]) -> Result | None:
+    def _row(self, args: list[Any]) -> Recording | Plain | None:
         """Rows 1, 2 and 4 for calls whose addresses are those of a recording; None if what is read was moved."""
         owner, layout, last = self.owner, self.layout, self._last
         if owner.bypassed is not None:
@@ -212,10 +223,8 @@ class PartitionRunner:
         if last[2] and not owner.driver.is_capturing():
             self._last = last
             recording = self._choose(last[2], args, key)
-            if recording is not None:
-                return self._replay(recording, args)
-            if layout.static_key(args) != key:
-                return None
+            if recording is not None or layout.static_key(args) != key:
+                return recording
         return self._without_recording(args, shape, key)
 
     def _choose(
@@ -232,19 +241,11 @@ class PartitionRunner:
                 return recording if stayed and recording.may_replay(args) else None
         return None
 
-    def _replay(self, recording: Recording, args: list[Any]) -> Result:
-        self._draws = recording.draws
-        self.owner.note_handed_out(recording)  # before it can be held, whatever happens
-        outputs = recording.run(args)
-        args.clear()
-        stats = self.stats
-        stats.replays += 1
-        stats.copied_bytes += recording.copied_bytes
-        return outputs, recording
-
     # ---- other calls
 
-    def _without_recording(self, args: list[Any], shape: ShapeKey, key: bytes) -> Result | None:
+    def _without_recording(
+        self, args: list[Any], shape: ShapeKey, key: bytes
+    ) -> Recording | Plain | None:
         """The other rows, and row 1, 2 and 4 for calls that copy what is read in place elsewhere."""
         owner = self.owner
         if self._refusal is not None:
@@ -264,15 +265,13 @@ class PartitionRunner:
             return self._plain(args, *seen.left_plain)
         if found.copied:
             recording = self._choose(seen.recordings.get(found.values, ()), args, key)
-            if recording is not None:
-                return self._replay(recording, args)
-            if self.layout.static_key(args) != key:
-                return None
+            if recording is not None or self.layout.static_key(args) != key:
+                return recording
         return self._record_or_not(args, seen, found, key)
 
     def _record_or_not(
         self, args: list[Any], seen: Seen, found: Found, key: bytes
-    ) -> Result | None:
+    ) -> Recording | Plain | None:
         """Rows 3, 3b and 5."""
         owner, table = self.owner, self.table
         seen.storages = self._inputs.storages(args, found.places)
@@ -296,7 +295,7 @@ class PartitionRunner:
 
     def _run_plainly(
         self, args: list[Any], code: str | None = None, why: str = "", line: str | None = None
-    ) -> Result:
+    ) -> Plain:
         """Run the callable itself, as this partition always will or since no reader can tell."""
         outputs = self.fn(args)
         self.stats.plain_calls += 1
@@ -304,15 +303,15 @@ class PartitionRunner:
             self.reasons.note(code, lambda: (why, line))
         return outputs, None
 
-    def _plain(self, args: list[Any], code: str, why: str, line: str | None = None) -> Result:
+    def _plain(self, args: list[Any], code: str, why: str, line: str | None = None) -> Plain:
         """Run this call without a graph, and have what reads its results do so, too; nothing is remembered."""
-        outputs, _ = self._run_plainly(args, code, why, line)
-        self.owner.note_plain_results(outputs)
-        return outputs, None
+        made = self._run_plainly(args, code, why, line)
+        self.owner.note_plain_results(made[0])
+        return made
 
     def _unrecorded(
         self, args: list[Any], shape: ShapeKey, found: Found, key: bytes, seen: Seen | None
-    ) -> Result:
+    ) -> Plain:
         """Row 6: run without a graph; the key was seen from now on, as it is and as it will be in these places."""
         table, inputs = self.table, self._inputs
         if found.code == "not_in_the_pool" and seen and seen.recordings and not seen.is_gone:
@@ -411,7 +410,7 @@ class PartitionRunner:
     ) -> str | None:
         """Say once that calls go on whose key is new; returns why, unless they differ by sizes, which may come back."""
         why_not = _CANNOT_BE_COPIED.get(found.code or "", "").format(self.options.max_copied_mib)
-        if self._unseen < (3 if why_not else 2 * self.options.max_recordings):
+        if self._unseen < (_MOVES if why_not else 2 * self.options.max_recordings):
             return None
         names = describe(self.layout.infos, found.new or found.absent, args)
         cause, fix = f"each had other parameters: {names}", OTHER_FIXES[code]
@@ -428,7 +427,7 @@ class PartitionRunner:
         self.reasons.note(code, lambda: (text, line))
         return text
 
-    def _full(self, args: list[Any], shape: ShapeKey) -> Result:
+    def _full(self, args: list[Any], shape: ShapeKey) -> Plain:
         limit = self.options.max_recordings
         recorded = [seen.key[0] for seen in self.table.seen() if seen.recordings]
         changed = self.layout.changed(recorded[-1], shape) if recorded else ()
@@ -447,8 +446,8 @@ class PartitionRunner:
 
     def _record_call(
         self, args: list[Any], seen: Seen, found: Found, key: bytes, slot: int
-    ) -> Result:
-        """Record a call and replay it; where that fails, run it without a graph."""
+    ) -> Recording | Plain:
+        """Record a call, which is to be replayed then; where that fails, run it without a graph."""
         self._unseen = 0
         with self.owner.changing():
             recording = self._attempt(args, found, slot)
@@ -459,8 +458,7 @@ class PartitionRunner:
                     recording = self._attempt(args, found, again)
             if isinstance(recording, Recording):
                 self._add(recording, seen, found, key)
-        if isinstance(recording, Recording):
-            return self._replay(recording, args)
+                return recording
         error, recording = recording, None
         try:
             return self._run_without(args, seen, error)
@@ -548,18 +546,15 @@ class PartitionRunner:
         """Drop every recording; the next calls warm up again, and what failed is tried again, unless the owner is closed."""
         self._close(self.table.clear())
         self._inputs.forget()
-        self._first_slot = 0
         if self.owner.closed:
             return
         if self.on_failure is not None and (self.failure or self._refusal):
             self.on_failure.forget()
-        self.failure = self._refusal = None
-        self._tried_anew = False
-        self._said.clear()
+        self._start_anew()
 
     # ---- captures that fail
 
-    def _run_without(self, args: list[Any], seen: Seen, error: Exception | None) -> Result:
+    def _run_without(self, args: list[Any], seen: Seen, error: Exception | None) -> Plain:
         """Make a call that could not be recorded."""
         if error is None:
             return self._run_plainly(args)
@@ -580,7 +575,7 @@ class PartitionRunner:
             return self._plain(args, code, why)
         return self._run_failed(args, error)
 
-    def _run_failed(self, args: list[Any], error: Exception) -> Result:
+    def _run_failed(self, args: list[Any], error: Exception) -> Plain:
         """Make a call whose capture failed without it, and no other: an error that comes again is the user's own."""
         why, is_compiled_again, advice = _text_of(error), False, _NO_SYNCS
         if self.on_failure is not None:

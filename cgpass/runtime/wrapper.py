@@ -132,7 +132,7 @@ class CUDAGraphWrapper:
                 changes.mend(changes.open_modes)
                 raise
             results = list(outputs)
-            if recording is not None and runner.owns_outputs:
+            if recording is not None and runner.owner.copies_results:
                 runner.stats.copied_bytes += recording.copy_out(results)
         spec = results.pop()
         return pytree.tree_unflatten(results, spec)
@@ -156,7 +156,7 @@ class CUDAGraphWrapper:
         infos = tuple(InputInfo(f"input {i}", kind) for i, kind in enumerate(kinds))
         driver = driver_for(self._options.driver, device)
         assert driver is not None
-        owner = Owner(driver, max_pending_calls=self._options.max_pending_calls)
+        owner = Owner(driver, self._options)
         return PartitionRunner(
             self._run_flat, infos, owner, self._options, name=self._name, check_layout=True
         )

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from typing import Final, Literal
 
 DELAY_S: Final = 0.5
-"""How long something takes before it is shown."""
-_TICK_S: Final = 0.25
+"""How long something takes before it is shown, and until the line is drawn anew."""
 _ERASE: Final = "\r\x1b[K"
 """To the line's begin, and clear it."""
 
@@ -44,7 +43,7 @@ def _draw(ended: threading.Event) -> None:
     """Draw the line until what it tells of is over; whatever is printed meanwhile overwrites it."""
     stream, since, drawn = sys.stderr, time.monotonic(), False
     with contextlib.suppress(OSError, ValueError):  # a terminal that is gone
-        while not ended.wait(_TICK_S if drawn else DELAY_S):
+        while not ended.wait(DELAY_S):
             width = os.get_terminal_size(stream.fileno()).columns or 80
             text = f"cgpass: {''.join(_texts[-1:])} ({time.monotonic() - since:.0f} s)"
             stream.write(f"{_ERASE}{text[: width - 1]}\r")
@@ -57,8 +56,7 @@ def _draw(ended: threading.Event) -> None:
 
 def _is_terminal() -> bool:
     """Tell whether stderr can move its cursor, and no other process of a job shows its own line there."""
-    if os.environ.get("TERM") == "dumb" or os.environ.get("LOCAL_RANK", "0") != "0":
-        return False
+    shows = os.environ.get("TERM") != "dumb" and os.environ.get("LOCAL_RANK", "0") == "0"
     with contextlib.suppress(AttributeError, ValueError):  # what stands in for it, or a closed one
-        return sys.stderr.isatty()
+        return shows and sys.stderr.isatty()
     return False

@@ -1,9 +1,8 @@
-"""Texts and events in torch's structured trace: `TORCH_TRACE=directory`, read by tlparse.
+"""Texts in torch's structured trace: `TORCH_TRACE=directory`, read by tlparse.
 
 While nothing is traced, all of this is one look at a list.
 """
 
-import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
@@ -50,11 +49,6 @@ def add_text(
 def add_json(name: str, make: Callable[[], Any], trace_id: object = None) -> None:
     """Add what `make` returns, as JSON. See `add_text`."""
     add_text(name, lambda: json.dumps(make(), indent=1), trace_id, "json")
-
-
-def event(name: str) -> contextlib.AbstractContextManager[Any]:
-    """A block that is shown on the trace's timeline."""
-    return torch_private.traced_event(f"cgpass.{name}") if is_on() else contextlib.nullcontext()
 
 
 def add_recording(partition: str, number: int, note: RecordingNote, source: Source) -> None:

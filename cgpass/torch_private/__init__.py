@@ -1,8 +1,7 @@
 """The only package that touches private torch modules: others read the names of its modules from here.
 
-Each symbol is imported on first use (but for a base class, which torch loads anyway), so that importing cgpass loads
-neither Dynamo nor Inductor. What differs between torch 2.11 and 2.15 is told apart here, by looking for the feature
-first and at the version second.
+What torch doesn't load anyway is imported on first use, so that importing cgpass loads neither Dynamo nor Inductor.
+What differs between torch 2.11 and 2.15 is told apart here, by looking for the feature first and at the version second.
 """
 
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd.function import FunctionMeta
+from torch.utils import checkpoint
 
 from cgpass.torch_private.compiling import replaced
 
@@ -15,7 +17,7 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id
 Source: torch/csrc/autograd/graph_task.h, 2.11 to 2.15.
 """
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-"""Whether the running backward pass leaves its graph for another one (`retain_graph=True`).
+"""True if the running backward pass leaves its graph for another one (`retain_graph=True`).
 
 Source: torch/csrc/autograd/init.cpp, 2.11 to 2.15.
 """
@@ -107,8 +109,6 @@ def checkpoint_hooks(
 
     Source: torch/utils/checkpoint.py `_current_user_saved_tensors_hooks`, 2.15; 2.11 does not look.
     """
-    from torch.utils import checkpoint
-
     outer = getattr(checkpoint, "_current_user_saved_tensors_hooks", None)
     marked: Any = functools.partial(pack)
     marked._checkpoint_internal = True
@@ -132,8 +132,6 @@ def double_backwards_raise(error: Callable[[], Exception]) -> Iterator[None]:
     Source: torch/_functorch/_aot_autograd/runtime_wrappers.py, `CompiledFunction`; _dynamo/decorators.py `skip`, 2.11 to
     2.15.
     """
-    from torch.autograd.function import FunctionMeta
-
     init: Any = FunctionMeta.__init__
 
     def noting(cls: Any, name: str, bases: Any, attrs: Any) -> None:

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._guards import TracingContext, tracing
+from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.graph import _BoxedCodeGen
 
 restoring: contextvars.ContextVar[Any] = contextvars.ContextVar("restoring", default=None)
 
 
 def traced_metadata() -> Any:
-    """Return AOTAutograd's metadata of the graph that it compiles now, None outside of that."""
-    from torch._guards import TracingContext
-
+    """AOTAutograd's metadata of the graph that it compiles now, None outside of that."""
     context = TracingContext.try_get()
     return None if context is None else context.fw_metadata
 
@@ -123,16 +124,12 @@ def own_tracing_context() -> Iterator[None]:
     A second piece in the same context trips Inductor's check that output strides are reported once, and a piece
     would read the whole backward graph's donated buffers by position.
     """
-    from torch._guards import TracingContext, tracing
-
     with tracing(TracingContext(TracingContext.get().fake_mode)):
         yield
 
 
 def report_output_strides(strides: Sequence[tuple[Any, ...] | None]) -> None:
     """Tell AOTAutograd the strides of a forward graph's outputs, so that the backward is compiled for them."""
-    from torch._guards import TracingContext
-
     context = TracingContext.try_get()
     if context is not None and context.output_strides is not None and not context.output_strides:
         context.output_strides.extend(strides)
@@ -152,22 +149,15 @@ def donate_no_buffers() -> None:
         donated.clear()  # the metadata of wrapped and of plain tensors share this list
 
 
-def lazy_graph_module(
-    root: torch.nn.Module | dict[str, Any], graph: torch.fx.Graph, name: str = "GraphModule"
-) -> torch.fx.GraphModule:
-    """A `GraphModule` whose Python is generated when it is asked for: Inductor reads the graph alone.
+lazy_graph_module: Callable[..., torch.fx.GraphModule] = _LazyGraphModule
+"""A `GraphModule` whose Python is generated when it is asked for: Inductor reads the graph alone.
 
-    Source: torch/fx/_lazy_graph_module.py, 2.11 to 2.15.
-    """
-    from torch.fx._lazy_graph_module import _LazyGraphModule
-
-    return _LazyGraphModule(root, graph, name)
+Source: torch/fx/_lazy_graph_module.py, 2.11 to 2.15.
+"""
 
 
 def boxed_graph_module(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
     """`gm` as generated Python that takes one list, empties it, and drops values at their last use."""
-    from torch.fx.graph import _BoxedCodeGen
-
     gm.graph.set_codegen(_BoxedCodeGen())
     gm.recompile()
     _ = gm.code  # a lazy GraphModule generates its forward only now
@@ -234,25 +224,10 @@ def min_cut_partition(
 
 @contextlib.contextmanager
 def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Have a module's global be another value inside."""
+    """Have an attribute, as a module's global, be another value inside."""
     before = getattr(module, name)
     setattr(module, name, value)
     try:
         yield
     finally:
         setattr(module, name, before)
-
-
-def recomputes_unmarked(joint: torch.fx.GraphModule) -> bool:
-    """Tell if the split may recompute random operators that nothing marks, for a setting's or a region's memory budget.
-
-    Source: torch/_functorch/partitioners.py, `_get_memory_budget_annotation` and its readers, 2.11 to 2.15.
-    """
-    from torch._functorch import config
-
-    saves_all = config.activation_memory_budget >= 1.0 and config.ban_recompute_not_in_allowlist
-    if config.aggressive_recomputation or not saves_all:
-        return True
-    metas = [node.meta for node in joint.graph.nodes]
-    keys = (key for meta in metas for key in (*meta, *(meta.get("custom") or ())))
-    return any("memory_budget" in str(key) for key in keys)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _registering = threading.Lock()
 
@@ -49,14 +50,16 @@ def compile_again(code: types.CodeType, compile_id: Any) -> bool:
 
     It won't where it knows nothing of it, or may compile no more. Whatever runs now and holds that goes on with it.
 
-    Source: torch/_dynamo/eval_frame.py `_stance`, cache_size.py `exceeds_recompile_limit`, 2.11 to 2.15.
+    Source: torch/_dynamo/eval_frame.py `_stance`, cache_size.py `exceeds_recompile_limit`,
+    `_has_same_id_matched_objs`, guards.py `CheckFunctionManager.invalidate`, 2.11 to 2.15.
     """
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
     from torch._dynamo import config
     from torch._dynamo.eval_frame import _stance
+    from torch._dynamo.guards import DeletedGuardManagerWrapper as Deleted
 
     entries: list[Any] = _debug_get_cache_entry_list(code)
-    valid = list(filter(_is_valid, entries))
+    valid = [entry for entry in entries if not isinstance(entry.guard_manager, Deleted)]
     guarded = (entry.guard_manager.id_matched_objs.items() for entry in valid)
     alike = Counter(tuple((name, id(ref())) for name, ref in objects) for objects in guarded)
     ours = [entry for entry in valid if entry.compile_id == compile_id]
@@ -71,31 +74,12 @@ def compile_again(code: types.CodeType, compile_id: Any) -> bool:
         >= config.accumulated_recompile_limit
     ):
         return False
+    # entries that are invalid count towards `recompile_limit`, too, unless they guard on another object
+    deleted, nothing_like_it = Deleted("an operator of it can't be captured"), object()
+    setattr(deleted, "id_matched_objs", {"": lambda: nothing_like_it})  # noqa: B010
     for entry in ours:
-        _invalidate(entry, "an operator of it can't be captured")
+        entry.guard_manager.extra_state.invalidate(entry, deleted)
     return True
-
-
-def _is_valid(entry: Any) -> bool:
-    from torch._dynamo.guards import DeletedGuardManagerWrapper
-
-    return not isinstance(entry.guard_manager, DeletedGuardManagerWrapper)
-
-
-def _invalidate(entry: Any, why: str) -> None:
-    """Have Dynamo know nothing of a compilation, so that it does not count towards `recompile_limit` either.
-
-    Entries that are invalid do, unless they guard on another object.
-
-    Source: torch/_dynamo/guards.py `CheckFunctionManager.invalidate`, cache_size.py `_has_same_id_matched_objs`, 2.11
-    to 2.15.
-    """
-    from torch._dynamo.guards import DeletedGuardManagerWrapper
-
-    deleted: Any = DeletedGuardManagerWrapper(why)
-    nothing_like_it = object()
-    deleted.id_matched_objs = {"": lambda: nothing_like_it}
-    entry.guard_manager.extra_state.invalidate(entry, deleted)
 
 
 def is_compiled(fn: Any) -> bool:
@@ -195,8 +179,6 @@ def input_position(node: torch.fx.Node) -> int | None:
 
 def handles_subclasses(gm: torch.fx.GraphModule) -> bool:
     """Tell if inputs or outputs of Dynamo's graph are tensors that AOTAutograd takes apart (DTensor)."""
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
     nodes = [*gm.graph.find_nodes(op="placeholder"), *gm.graph.output_node().all_input_nodes]
     return any(is_traceable_wrapper_subclass(node.meta.get("example_value")) for node in nodes)
 

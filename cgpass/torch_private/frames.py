@@ -9,6 +9,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from torch._guards import CompileContext
+
 _forgotten: Any = None
 """The newest note of what Dynamo forgot."""
 
@@ -76,8 +78,6 @@ _ours: set[str] = set()
 
 def note_function() -> None:
     """Note which function Dynamo compiles for our backend now."""
-    from torch._guards import CompileContext
-
     _ours.add(function_of(CompileContext.current_compile_id()))
 
 
@@ -106,7 +106,6 @@ def note_graph_breaks() -> None:
     if kind is None or log is None or hasattr(log, "_notes_for_cgpass"):
         return
     from torch._dynamo import eval_frame, utils
-    from torch._guards import CompileContext
 
     utils.set_compilation_metrics_limit(_NOTED)
 

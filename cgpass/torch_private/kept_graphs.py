@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from cgpass.torch_private.compiling import lazy_graph_module, restoring
 from cgpass.torch_private.modes import has_default_saved_tensors_hooks, uses_compiled_autograd
@@ -53,8 +55,6 @@ def told_by_no_key() -> tuple[Any, ...] | None:
 
 def is_plain(value: object) -> bool:
     """Tell if a value is a strided tensor, fake or real, no subclass's, of known size; or a number, no symbol; or none."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     if isinstance(value, (tuple, list)):
         return all(map(is_plain, value))
     if not isinstance(value, torch.Tensor):
@@ -66,7 +66,6 @@ def is_plain(value: object) -> bool:
 
 def pickled(gm: torch.fx.GraphModule, *more: Any) -> bytes:
     """A graph with all that is known of its nodes, and more, like fake inputs. Raises what pickle does."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx._graph_pickler import GraphPickler, Options
 
     class Pickler(GraphPickler):
@@ -80,8 +79,7 @@ def pickled(gm: torch.fx.GraphModule, *more: Any) -> bytes:
 
 
 def unpickled(data: bytes) -> tuple[Any, ...]:
-    """Return the object that `pickled` was given, in the fake mode of the current compilation."""
-    from torch._guards import TracingContext
+    """Undo `pickled`, in the fake mode of what is being compiled."""
     from torch.fx._graph_pickler import GraphPickler
 
     loads: Any = GraphPickler.loads
@@ -95,7 +93,6 @@ def cached_code(fn: Callable[..., Any] | None, kept: bytes | None, metadata: Any
     Source: torch/_inductor/output_code.py, torch/_functorch/_aot_autograd/aot_autograd_result.py, 2.11 to 2.15.
     """
     from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
-    from torch._guards import TracingContext
     from torch._inductor.output_code import OutputCode
 
     class CachedCode(OutputCode):

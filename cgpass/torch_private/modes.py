@@ -10,6 +10,15 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import is_fake as is_fake
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn.utils import parametrize
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes
+
+from cgpass.torch_private.compiling import replaced
 
 
 def see_to_calls(types: Iterable[type]) -> bool:
@@ -25,9 +34,6 @@ def see_to_calls(types: Iterable[type]) -> bool:
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
     """Have operators run for real, whatever traces or watches them here, and record no gradients."""
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-    from torch.utils._python_dispatch import _disable_current_modes
-
     clear = temporarily_clear_interpreter_stack if in_functorch() else contextlib.nullcontext
     keys = torch._C._ForceDispatchKeyGuard(*_KEYS_OF_A_THREAD)
     with clear(), keys, _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
@@ -113,20 +119,12 @@ def in_forward_ad() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
-@contextlib.contextmanager
-def no_parametrize_cache() -> Iterator[None]:
+def no_parametrize_cache() -> contextlib.AbstractContextManager[None]:
     """A block in which weights are computed whenever they are read, though `torch.nn.utils.parametrize.cached()` is on.
 
     Source: torch/nn/utils/parametrize.py, `_cache_enabled`, 2.11 to 2.15.
     """
-    from torch.nn.utils import parametrize
-
-    depth = parametrize._cache_enabled
-    parametrize._cache_enabled -= depth
-    try:
-        yield
-    finally:
-        parametrize._cache_enabled += depth
+    return replaced(parametrize, "_cache_enabled", 0)
 
 
 def has_default_saved_tensors_hooks() -> bool:
@@ -169,7 +167,6 @@ def has_function_modes() -> bool:
     """
     if not torch._C._len_torch_function_stack():
         return False
-    from torch.overrides import _get_current_function_mode_stack
     from torch.utils._device import DeviceContext
 
     return not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
@@ -216,18 +213,8 @@ def _have_autocast_ask() -> None:
     torch.set_autocast_cache_enabled = call
 
 
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Tell if a tensor has no values, only metadata."""
-    from torch._subclasses.fake_tensor import is_fake as torch_is_fake
-
-    return torch_is_fake(tensor)
-
-
-def no_fake_mode() -> contextlib.AbstractContextManager[Any]:
-    """Compute with real tensors, though a graph is being traced."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    return unset_fake_temporarily()
+no_fake_mode: Callable[[], contextlib.AbstractContextManager[Any]] = unset_fake_temporarily
+"""A block that computes with real tensors, though a graph is being traced."""
 
 
 def mode_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -236,24 +223,16 @@ def mode_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if mode is None else mode
 
 
-@contextlib.contextmanager
-def no_data_dependence() -> Iterator[None]:
-    """Make tracing inside raise if it reads data or makes a size that depends on data.
+def no_data_dependence() -> contextlib.AbstractContextManager[None]:
+    """Have what is traced inside raise if it reads data or makes a size that depends on data.
 
     Source: torch/fx/experimental/symbolic_shapes.py `ShapeEnvSettings`, 2.11 to 2.15.
     """
-    from torch._guards import TracingContext
-
     context = TracingContext.try_get()
     env: Any = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
     if env is None:
-        yield
-        return
-    before = env.settings
-    env.settings = dataclasses.replace(
-        before, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False
+        return contextlib.nullcontext()
+    settings = dataclasses.replace(
+        env.settings, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False
     )
-    try:
-        yield
-    finally:
-        env.settings = before
+    return replaced(env, "settings", settings)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._library.custom_ops import OPDEFS
 
 NAMESPACES = frozenset({"aten", "prims", "inductor_prims"})
 """Of torch's own operators."""
@@ -17,8 +18,6 @@ def wrap_formula(target: object, wrap: Callable[..., Any]) -> None:
 
     Source: torch/_library/custom_ops.py `CustomOpDef.register_autograd`, autograd.py `make_autograd_impl`, 2.11 to 2.15.
     """
-    from torch._library.custom_ops import OPDEFS
-
     if isinstance(target, torch._ops.OpOverloadPacket):  # Dynamo leaves them in its graph
         target = getattr(target, "default", None)
     if not isinstance(target, torch._ops.OpOverload):

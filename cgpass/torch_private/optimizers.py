@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-"""Whose fused kernels take the learning rate as a tensor."""
+"""Optimizers whose fused kernels take the learning rate as a tensor."""
 _OF_OPTIMIZERS: Final = ("step", "zero_grad", "grad_scale", "found_inf")
 _OF_GROUPS: Final = ("params", "fused", "foreach", "capturable", "differentiable")
 _OF_SCALERS: Final = ("_scale", "_growth_tracker", "_enabled", "step", "unscale_", "update")
@@ -74,7 +74,7 @@ def _why_not_recordable(optimizer: torch.optim.Optimizer, group: Mapping[str, An
 
 
 def step_hooks(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
-    """Whose hooks run with the steps of optimizers, if any do.
+    """Name the hooks that run with the steps of optimizers, if any do.
 
     Source: torch/optim/optimizer.py `register_optimizer_step_pre_hook`, 2.11 to 2.15.
     """
@@ -106,7 +106,7 @@ def kernel_flags() -> dict[str, Any]:
 
 
 def steps_of_scaler(scaler: Any) -> dict[Any, Any]:
-    """What a scaler knows of steps that are under way, by optimizer, live; nothing between two steps.
+    """A scaler's notes of steps that are under way, by optimizer, live; empty between two steps.
 
     Source: torch/amp/grad_scaler.py, 2.11 to 2.15.
     """

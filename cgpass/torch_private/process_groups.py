@@ -118,15 +118,3 @@ def finished_work() -> Any:
     from torch._C import _distributed_c10d as c10d
 
     return getattr(c10d.Work, "boxed")(getattr(c10d, "FakeWork")())  # noqa: B009  in no stub
-
-
-@functools.cache
-def wait_tensor() -> Any:
-    """The operator that waits for a functional collective; None in a torch without them."""
-    import torch.distributed
-
-    if not torch.distributed.is_available():
-        return None
-    import torch.distributed._functional_collectives
-
-    return torch.ops._c10d_functional.wait_tensor.default

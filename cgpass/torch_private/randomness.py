@@ -4,6 +4,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch._C import DispatchKey
+from torch._guards import TracingContext
+from torch._prims.rng_prims import graphsafe_run_with_rng_state
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -16,11 +20,8 @@ def default_generator(device: torch.device) -> torch.Generator:
     return module.default_generators[index]
 
 
-def run_with_rng_state() -> Any:
-    """`graphsafe_run_with_rng_state(op, *args, rng_state, **kwargs)`."""
-    from torch._prims.rng_prims import graphsafe_run_with_rng_state
-
-    return graphsafe_run_with_rng_state
+run_with_rng_state: Any = graphsafe_run_with_rng_state
+"""`graphsafe_run_with_rng_state(op, *args, rng_state, **kwargs)`."""
 
 
 def install_rng_kernel(kernel: Callable[..., Any], refuse_saving: Callable[[], None]) -> None:
@@ -28,9 +29,7 @@ def install_rng_kernel(kernel: Callable[..., Any], refuse_saving: Callable[[], N
 
     `refuse_saving` raises where a selective checkpoint would have to save what it draws.
     """
-    from torch._C import DispatchKey
-
-    op = run_with_rng_state()
+    op = run_with_rng_state
     for key in (DispatchKey.CPU, DispatchKey.CUDA, DispatchKey.BackendSelect):
         if op.py_kernels.get(key) is not kernel:
             op.py_kernels.pop(key, None)
@@ -49,8 +48,6 @@ class _PastModes(dict[Any, Any]):
     def __init__(
         self, rules: Mapping[Any, Any], op: Callable[..., Any], refuse_saving: Callable[[], None]
     ) -> None:
-        from torch.utils import checkpoint
-
         super().__init__(rules)
         self._op = op
         self._refuse_saving = refuse_saving
@@ -73,8 +70,6 @@ class _PastModes(dict[Any, Any]):
 
 def hide_output_stride(position: int) -> None:
     """Tell AOTAutograd that a forward graph has one more output than was reported, of no tensor it knows."""
-    from torch._guards import TracingContext
-
     context = TracingContext.try_get()
     if context is not None and context.output_strides:
         context.output_strides.insert(position, None)

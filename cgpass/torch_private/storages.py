@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 storage_use_count = torch._C._storage_Use_Count
 """How many references C++ holds to the StorageImpl at an address (`UntypedStorage._cdata`).
@@ -57,8 +58,6 @@ class WeakStorage:
     """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        from torch.multiprocessing.reductions import StorageWeakRef
-
         self._ref = StorageWeakRef(storage)
         self.cdata = self._ref.cdata
 

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._guards import CompileContext, compile_context
+from torch._logging import trace_structured
+from torch._logging._internal import LazyTraceHandler
 
 
 def is_traced() -> bool:
@@ -18,16 +21,11 @@ def is_traced() -> bool:
 
 
 def _writes_a_trace(handler: logging.Handler) -> bool:
-    from torch._logging._internal import LazyTraceHandler
-
     return isinstance(handler, LazyTraceHandler) and bool(handler.root_dir or handler.stream)
 
 
-def current_trace_id() -> Any:
-    """Return the id under which traces list the current compilation, None outside of one."""
-    from torch._guards import CompileContext
-
-    return CompileContext.current_trace_id()
+current_trace_id: Callable[[], Any] = CompileContext.current_trace_id
+"""Has what traces list the compilation that runs now under, None outside of one."""
 
 
 @contextlib.contextmanager
@@ -36,8 +34,6 @@ def traced_under(trace_id: Any) -> Iterator[None]:
 
     Source: torch/_guards.py `CompileContext`, 2.11 to 2.15.
     """
-    from torch._guards import CompileContext, compile_context
-
     if trace_id is None:
         yield
         return
@@ -52,24 +48,12 @@ def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None
 
     Source: torch/_logging/_internal.py `trace_structured_artifact`, 2.11 to 2.15.
     """
-    from torch._logging import trace_structured
-
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": encoding},
         payload_fn=payload,
         expect_trace_id=False,
     )
-
-
-def traced_event(name: str) -> contextlib.AbstractContextManager[Any]:
-    """A block that is an event of the structured trace's timeline.
-
-    Source: torch/_dynamo/utils.py `chromium_event_timed`, 2.11 to 2.15.
-    """
-    from torch._dynamo.utils import chromium_event_timed
-
-    return chromium_event_timed(name)
 
 
 profiler_state: Any = torch.autograd.profiler

@@ -70,8 +70,8 @@ def test_time_in_eager_partitions_is_outside_of_graphs():
     (graph,) = report.graphs
     first, eager, second = (part.device_ms for part in graph.partitions)
     assert min(first, eager, second) > 0
-    assert report.graphs_ms <= first + second
-    assert report.graphs_ms + eager <= report.device_ms + 0.01
+    inside = (first + second) / (first + eager + second)
+    assert 0 < report.graphs_ms / report.device_ms <= inside + 0.01
 
 
 def test_a_block_times_the_calls_inside():
@@ -83,7 +83,7 @@ def test_a_block_times_the_calls_inside():
     with cgpass.explain() as second:
         for _ in range(4):
             call(x).backward()
-    assert first.graphs_ms < first.device_ms  # warm-ups
+    assert first.graphs_ms is None or 0 < first.graphs_ms <= first.device_ms  # of what settled
     assert 0 < second.graphs_ms <= second.device_ms
     assert second.counters["replays"] == 8
 

@@ -103,7 +103,7 @@ def test_forward(kind, fn, compiler):
         pytest.skip("torch.compile by itself raises: Inductor has no lowering for it")
     counters = compare(fn, kind, compiler)
     assert counters["replays"], counters
-    if kind in ARGUMENTS:
+    if kind in ARGUMENTS and (fn, compiler) != (several, "eager"):  # which divides between graphs
         graphs = 2 if kind in ("float", "float64") else 1
         assert counters["recordings"] <= 2 * graphs, counters
 

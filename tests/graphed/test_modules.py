@@ -123,7 +123,7 @@ def test_what_several_threads_get_is_no_memory_that_moves(setting):
     thread.join()
     same(others[0], plain(x))
     second = graphed(x)
-    assert owner.several_threads
+    assert owner.copies_results
     assert not owner.is_pool_storage(second)
     (first + second).sum().backward()
     (plain(x) + plain(x)).sum().backward()

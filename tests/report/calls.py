@@ -5,6 +5,7 @@ import contextlib
 import torch
 
 from cgpass.errors import StagingError
+from cgpass.options import Options
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
 from tests.unit.runners import COPIED, POOLED, STATIC, SYMINT, call, runner
@@ -26,7 +27,9 @@ def too_many_shapes():
 
 def held():
     run = runner(
-        lambda x: [x * 2, x + 1], COPIED, owner=Owner(SimulatedDriver(), max_pending_calls=1)
+        lambda x: [x * 2, x + 1],
+        COPIED,
+        owner=Owner(SimulatedDriver(), Options(max_pending_calls=1)),
     )
     run.visible, run.read = frozenset({0}), frozenset({1})
     kept = [run.run([torch.ones(2)])[0] for _ in range(6)]

@@ -113,7 +113,7 @@ PLANTED = {
         lambda: calls(prints, X),
         prints,
         "graph break: print can't be traced [graph_break]",
-        "print after the compiled function, or torch._dynamo.config.reorderable_logging_functions.add(print)",
+        "print after the call, or torch._dynamo.config.reorderable_logging_functions.add(print)",
     ),
     "dtype": (
         lambda: calls(chain_of_two, X, X.double()),

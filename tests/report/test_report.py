@@ -75,12 +75,12 @@ def test_the_headline_comes_first_and_then_what_costs_most():
     )
     assert "a call takes 1.500 ms with graphs, 4.500 ms without (3.00 times as long)" in lines
     begin = lines.index("What costs most:")
-    assert lines[begin + 1] == "  1. model.py:59 in g runs in eager"
-    assert lines[begin + 4] == "  2. model.py:50 in f"
+    assert lines[begin + 1] == "  1. model.py:59 in g runs in eager because of model.py:60 in g"
+    assert lines[begin + 4] == "  2. model.py:50 in f: graph break: print [graph_break]"
     text = joined(report)
     assert f"waits for the device [host_read] Do: {READ}" in text
     assert "it uses several devices: cuda:0, cuda:1 Do: use one" in text
-    assert "1 more recording (moved): weight (float32[8, 8]) moved from 0x7f00 to 0x7f80" in text
+    assert "1 more recording: weight (float32[8, 8]) moved from 0x7f00 to 0x7f80" in text
     assert "outputs still referenced were copied 2 times" in text
     assert "aten.cos.default: its partition would hold 1 operator" in text
     assert all(each.fix for each in findings(report))

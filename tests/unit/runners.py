@@ -23,6 +23,7 @@ def partition(fn, infos, owner, name="part", on_failure=None, **settings):
     """A runner; settings are options, or what it takes besides."""
     own = {k: settings.pop(k) for k in ("opaque", "is_backward", "check_layout") if k in settings}
     options = Options(**{"progress": "off", **settings})
+    owner = owner or Owner(SimulatedDriver(), options)
     return PartitionRunner(fn, infos, owner, options, name=name, on_failure=on_failure, **own)
 
 
@@ -31,7 +32,7 @@ def runner(fn, *kinds, owner=None, mutated=(), on_failure=None, **settings):
     return partition(
         lambda args: fn(*args),
         infos(*kinds, mutated=mutated),
-        owner or Owner(SimulatedDriver()),
+        owner,
         "forward captured_0",
         on_failure,
         **settings,

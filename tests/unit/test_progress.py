@@ -58,7 +58,6 @@ def set_stderr(monkeypatch, stream):
 def terminal(monkeypatch):
     found = Terminal()
     monkeypatch.setattr(progress, "DELAY_S", 0.01)
-    monkeypatch.setattr(progress, "_TICK_S", 0.01)
     set_stderr(monkeypatch, found.stream)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("LOCAL_RANK", raising=False)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from cgpass.options import Options
 from cgpass.runtime.capturing import is_capturing_here as is_recording
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
@@ -99,7 +100,7 @@ def test_what_fails_in_thread_after_thread_is_not_tried_forever(caplog):
 def scaled(**settings):
     """A partition of a static tensor and a number whose outputs a backward reads."""
     limit = settings.pop("max_pending_calls", 16)
-    owner = Owner(SimulatedDriver(), max_pending_calls=limit)
+    owner = Owner(SimulatedDriver(), Options(max_pending_calls=limit))
     return runner(lambda x, w, n: [x * w * n], COPIED, STATIC, SYMINT, owner=owner, **settings)
 
 
@@ -287,6 +288,23 @@ def test_a_recording_that_went_while_another_one_was_moved_is_left_alone():
     assert [t.tolist() for t in held] == [[3, 3], [3, 3], [4, 4], [4, 4]]
 
 
+def test_a_written_input_that_is_moved_to_make_room_is_written_where_it_lies_then():
+    owner = Owner(SimulatedDriver())
+    make = runner(lambda x: [x * 3, x * 2], COPIED, owner=owner)
+    write = runner(lambda w: [w.add_(1) * 3], STATIC, owner=owner, mutated={0})
+    for _ in range(2):
+        call(make, X)
+    first = make.run([X])[0][1]
+    address = first.data_ptr()
+    for n in (3, 4):
+        assert call(write, first) == [[3 * n, 3 * n]]
+    make.forget_recordings()  # its next result lies where the first one lay, and is younger than the recording there
+    second = make.run([X])[0][1]
+    assert (second.data_ptr() == address, first.data_ptr() == address) == (True, False)
+    assert call(write, second) == [[9, 9]]
+    assert (first.tolist(), second.tolist()) == ([4, 4], [3, 3])
+
+
 def test_what_is_too_large_to_be_copied_is_named_once_and_no_warm_up_for_ever(caplog):
     def warned(run, calls):
         caplog.clear()
@@ -335,6 +353,18 @@ def test_what_moves_now_and_then_is_not_said_to_move_in_every_call(moves, caplog
     assert not warnings(caplog)
 
 
+def test_moves_before_a_release_do_not_count_after_it(caplog):
+    run = runner(lambda x, w: [x * w], COPIED, STATIC, max_copied_mib=0)
+    w, kept = X.clone(), []
+    for number in range(4):
+        if number == 2:
+            run.owner.release()
+        kept.append(w.data)
+        run.run([X, w])
+        w.data = X.clone()
+    assert not warnings(caplog)
+
+
 def test_what_is_recorded_stays_known_however_many_keys_came_since():
     run = runner(lambda x, n: [x * n], COPIED, SYMINT)
     for n in (*range(2100), 0, 1, 1, 0):
@@ -373,6 +403,16 @@ def test_what_shares_memory_with_what_is_written_says_that_and_not_a_size(caplog
         "can't be copied, since the graph writes an input that shares memory" in record.getMessage()
     )
     assert "max_copied_mib" not in record.getMessage()
+
+
+def test_smaller_sizes_give_way_to_larger_ones_after_a_release_as_before():
+    run = runner(lambda x, n: [x * n], COPIED, SYMINT)
+    for _ in range(2):
+        for size in (8, 8, 80, 80):
+            call(run, torch.ones(size), size)
+        (recording,) = run.table.all()
+        assert recording.copied_bytes == 80 * 4
+        run.owner.release()
 
 
 def test_pending_calls_are_counted_for_each_set_of_storages_at_one_place():

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import cgpass
 from cgpass import torch_private
-from cgpass.compile import warm_start
+from cgpass.compile.compilers import GraphCache
 from cgpass.options import Options
 from cgpass.torch_private import kept_graphs
 
@@ -197,7 +197,7 @@ def key_of(fn, *inputs, **options):
     found = []
 
     def backend(gm, example_inputs):
-        cache = warm_start.GraphCache(lambda *_: None, gm, example_inputs, Options(**options))
+        cache = GraphCache(lambda *_: None, gm, example_inputs, Options(**options))
         found.append(cache.key)
         return gm
 

@@ -8,7 +8,6 @@ from torch import nn
 
 import cgpass
 from cgpass.errors import CaptureError, DriverUnavailableError, OptionError
-from cgpass.options import REMOVED
 from cgpass.runtime import recording
 from tests.usage import programs
 from tests.usage.programs import MLP, assert_steady
@@ -54,10 +53,6 @@ def cause(error):
         ),
         ({"inductor": {"triton.cudagraphs": True}}, "cgpass makes the CUDA graphs"),
         ({"inductor": {"custom_partitioner_fn": None}}, "cgpass splits the joint graph itself"),
-        *(
-            ({name: 1}, f"option {name!r} was removed: {instead}")
-            for name, instead in REMOVED.items()
-        ),
     ],
     ids=str,
 )

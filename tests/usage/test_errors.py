@@ -191,8 +191,10 @@ def test_memory_that_runs_out(setting, caplog, how):
 
 
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch's, in a thread's first call
-@pytest.mark.parametrize("compiler", COMPILERS)
-def test_calls_from_several_threads(setting, compiler):
+@pytest.mark.parametrize(
+    ("compiler", "outputs"), [*((each, "shared") for each in COMPILERS), ("eager", "owned")]
+)
+def test_calls_from_several_threads(setting, compiler, outputs):
     def program(session):
         _, call = session.compiled(MLP)
         batches = session.batches(4, 8, count=32)
@@ -206,7 +208,7 @@ def test_calls_from_several_threads(setting, compiler):
             stream = torch.cuda.Stream() if session.device.type == "cuda" else None
             with torch.no_grad(), torch.cuda.stream(stream):
                 for i in range(first, len(batches), 4):
-                    results[i] = call(batches[i]).clone()
+                    results[i] = call(batches[i])
                 if stream is not None:
                     stream.synchronize()
 
@@ -215,9 +217,10 @@ def test_calls_from_several_threads(setting, compiler):
         in_threads(*(functools.partial(work, i) for i in range(4)))
         return results
 
-    counters = setting.compare(program, compiler=compiler)
+    counters = setting.compare(program, compiler=compiler, outputs=outputs)
     assert counters["replays"] >= 32
     assert counters["plain_calls"] == 0
+    assert counters["recordings"] == (1 if outputs == "owned" else 2)
 
 
 def fork_and_go_on():

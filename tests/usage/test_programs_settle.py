@@ -894,6 +894,38 @@ def test_a_buffer_that_is_made_anew_is_copied_wherever_it_comes_to_lie(setting):
     assert counters["recordings"] <= 2, counters
 
 
+def test_data_swapped_in_every_step_among_recycled_addresses_is_copied(setting):
+    totals = []
+
+    def program(session):
+        module, call = session.compiled(lambda: nn.Linear(8, 8))
+        memories, values, order = session.batches(8, 8), [], random.Random(0)
+        for _ in range(200):
+            before = counts()
+            module.weight.data = made_anew(order.choice(memories))
+            values += learn(module, call(session.randn(4, 8)).square().mean(), sgd(module))
+            totals.append(grown(before))
+        return [value.clone() for value in values + memories]
+
+    counters = setting.compare(program)
+    assert not any(total[name] for total in totals[8:] for name in NEVER), totals
+    assert counters["recordings"] <= 4, counters
+
+
+def test_a_thousand_results_that_are_passed_back_are_replays(way):
+    def program(session):
+        _, call = session.compiled(MLP)
+        carried, values = session.randn(4, 8), []
+        with torch.no_grad():
+            for _ in range(1000):
+                carried = call(carried)
+                values.append(carried.sum())
+        return values
+
+    counters = way.compare(program)
+    assert (counters["recordings"], counters["replays"]) == (1, 999), counters
+
+
 def test_memory_that_comes_back_as_another_tensor_is_recorded_once_for_a_size(setting):
     """As caching allocators give it. Every recording that is kept is one that can be found."""
     session = setting.session()

@@ -90,6 +90,11 @@ def schedule(name, begin=0, **settings):
     return every
 
 
+def note_versions(training, _):
+    """Saved tensors are checked by these: they advance as they do in pieces."""
+    training.values += [p._version for p in training.module.parameters()]
+
+
 def swap_data(training):
     for parameter in training.module.parameters():
         parameter.data = parameter.data.clone() * 0.5
@@ -339,6 +344,7 @@ USES = {
     "evaluation": use(every=evaluate),
     "a copy of the module": use(change=copy_module),
     "averages": use(every=average),
+    "versions": use(every=note_versions),
     "sparse gradients": use(
         make=lambda: nn.Embedding(16, 8, sparse=True),
         loss_fn=lambda m: lambda x: m((x.abs() * 4).long().clamp(max=15)).square().mean(),

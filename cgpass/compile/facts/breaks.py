@@ -21,7 +21,6 @@ from cgpass.telemetry.reason import OTHER_FIXES, OTHER_OPTIONS, Reason
 from cgpass.telemetry.summaries import GraphSummary
 
 _HOST_READ: Final = op_tables.FIXES["host_read"]
-_LEAVE_IT: Final = "leave it: torch compiles the function called there by itself"
 _KNOWN: Final = (
     (r"Tensor\.backward\(\) call", "the backward is called", "leave it: it has its own graphs"),
     (r"`Optimizer\.zero_grad`", "gradients are cleared", "leave it: it launches little"),
@@ -35,12 +34,12 @@ _KNOWN: Final = (
     (
         r"builtin operator `print`",
         "print can't be traced",
-        "print after the compiled function, or torch._dynamo.config.reorderable_logging_functions.add(print)",
+        "print after the call, or torch._dynamo.config.reorderable_logging_functions.add(print)",
     ),
     (
         r"logging\.Logger|[Ll]ogger",
         "a logger's method can't be traced",
-        "log outside of the compiled function, or add the method to torch._dynamo.config.ignore_logging_functions",
+        "log outside of the call, or add the method to torch._dynamo.config.ignore_logging_functions",
     ),
     (r"torch\._dynamo\.graph_break\(\)", "torch._dynamo.graph_break() is called", "remove it"),
     (
@@ -55,12 +54,8 @@ Source: torch/_dynamo/graph_break_registry.json, `GraphCompileReason`, 2.11 to 2
 """
 _NO_HELP: Final = re.compile("an issue|caused by an earlier graph break|graph break is fundamental")
 """Hints that are none to users."""
-_SEE: Final = "TORCH_LOGS=graph_breaks shows more"
-_CALLED: Final = "or move the code that can be compiled into its own function"
 _LOOP: Final = "or loop over an nn.ModuleList in a forward of your own: torch does not compile its own containers by themselves"
 _OPERATOR: Final = re.compile(r"(?<=Operator )`(aten\.(\w+)\.\w+)`")
-_STEP: Final = "step_unsupported"
-"""What torch says where it compiles what is before a line and leaves all from there on to eager."""
 _TORCH: Final = os.path.dirname(torch.__file__) + os.sep
 _MODULES: Final = os.path.dirname(torch.nn.modules.__file__)
 _PYTHON: Final = sysconfig.get_path("stdlib") + os.sep
@@ -68,13 +63,12 @@ _OURS: Final = str(Path(__file__).parents[2]) + os.sep
 _INSTALLED: Final = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _LENGTH: Final = 160
 """Of the words of torch's own that are shown."""
-_AT_LIMIT: Final = "recompile limit exceeded"
 _LIMIT: Final = re.compile(r"exceeding the (\w+) .*currently set to (\d+)")
-_NUMBER: Final = re.compile(r"^\[?\d+/\d+\]?: ")
-_HINT: Final = re.compile(r"\(HINT: .*\)\s*$")
 _SETTING: Final = re.compile(r"torch\._dynamo\.config\.\w+ = \w+")
-_SOURCE: Final = re.compile(r"^(.*?)\s+# (.*?)\s*# (\S+):(\d+) in (\S+)")
-"""A guard, with the line that needs it."""
+_GUARD: Final = re.compile(
+    r"(?:\[?\d+/\d+\]?: )?(.*?)(?: +# (.*?) *# (\S+):(\d+) in (\S+).*| {2,}# .*)?(?: *\(HINT: .*\))?\s*$"
+)
+"""A guard that failed, with the line that needs it."""
 _OTHER_BACKEND: Final = "BACKEND_MATCH"
 _WRAPPER: Final = os.path.join("torch", "_dynamo", "external_utils.py")
 """Holds the function as which Dynamo compiles modules of torch's. Source: `wrap_inline`, 2.11 to 2.15."""
@@ -92,35 +86,9 @@ def graph_break_of(gm: fx.GraphModule) -> Reason | None:
     if found is None or not getattr(found, "graph_break", False):
         return None
     stack = list(getattr(found, "user_stack", None) or ())
-    if str(found.reason) == _STEP:
+    if str(found.reason) == "step_unsupported":  # all from there on is left to eager
         return _cut_short(stack[-1] if stack else None)
     return _of_stack(str(found.reason), stack)
-
-
-def untold(
-    noted: Iterable[torch_private.GraphBreak],
-    earlier: Collection[torch_private.GraphBreak],
-    told: Iterable[str | None],
-    places: Iterable[str | None],
-) -> list[Reason]:
-    """List graph breaks that no graph tells of: nothing was before them in the function that has them.
-
-    Libraries that run in eager anyway, as what logs or shows progress, have breaks of their own: they are left out.
-    `told` are lines that others name, `places` where functions begin that were compiled.
-    """
-    known = {place_of(line) for line in told}
-    files = {place_of(place).rpartition(":")[0] for place in places}
-    found: dict[Any, Reason] = {}
-    for each in noted:
-        users = [frame.filename for frame in each.stack if _is_users(frame)]
-        mine = (not _INSTALLED.search(f) or os.path.basename(f) in files for f in users)
-        reason = replace(_of_stack(each.text, each.stack), is_earlier=each in earlier)
-        if reason.rest is not None or any(mine):
-            found.setdefault((place_of(reason.line), reason.rest), reason)
-    known |= {place for place, rest in found if rest is not None}
-    return [
-        reason for (place, rest), reason in found.items() if rest is not None or place not in known
-    ]
 
 
 def place_of(line: str | None) -> str:
@@ -136,8 +104,8 @@ def reason_of(text: str, line: str | None) -> Reason:
     lines = [each.strip() for each in text.strip().splitlines()]
     detail = next(filter(None, lines), "torch says no more").partition(". ")[0][:_LENGTH]
     hints = [each.removeprefix("Hint: ") for each in lines if each.startswith("Hint: ")]
-    fix = next((hint for hint in hints if not _NO_HELP.search(hint)), _SEE)
-    fix = fix.partition(". ")[0][:_LENGTH]
+    fix = next((hint for hint in hints if not _NO_HELP.search(hint)), "")
+    fix = fix.partition(". ")[0][:_LENGTH] or "TORCH_LOGS=graph_breaks shows more"
     known = ((cause, fix) for pattern, cause, fix in _KNOWN if re.search(pattern, text))
     detail, fix = next(known, (detail, fix))
     operator = _OPERATOR.search(text)
@@ -151,7 +119,8 @@ def reason_of(text: str, line: str | None) -> Reason:
 def given_up(text: str, line: str | None, rest: str | None = None) -> Reason:
     """A graph break that Dynamo can't go on behind, so that `rest` is left to eager."""
     reason = reason_of(text, line)
-    return replace(reason, fix=f"{reason.fix}; {_CALLED}", rest=rest)
+    fix = f"{reason.fix}; or move the code that can be compiled into its own function"
+    return replace(reason, fix=fix, rest=rest)
 
 
 def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
@@ -163,7 +132,8 @@ def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
     detail, fix, rest = reason.detail, reason.fix, _left_by_torch(stack)
     if frame is not last:
         detail += f", in {_library_file(last.filename)}:{last.lineno}"
-        fix = _LEAVE_IT if "torch._dynamo.graph_break()" in text else fix
+        if "torch._dynamo.graph_break()" in text:
+            fix = "leave it: torch compiles what is called there by itself"
     elif len(users) > 1:
         detail += f", reached from {_place(users[0])}"
     return replace(reason, detail=detail, fix=fix if rest is None else f"{fix}; {_LOOP}", rest=rest)
@@ -208,8 +178,7 @@ def _cut_short(frame: Any) -> Reason:
     text, rest = "a block (try:, with) has a graph break", "the rest of a function"
     if frame is None:
         return given_up(text, None, rest)
-    place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
-    rest = f"the rest of {function_name(frame.name)} from {place} on"
+    rest = f"the rest of {function_name(frame.name)} from {_at(frame.filename, frame.lineno)} on"
     mine = threading.get_ident()
     noted = [each for each in torch_private.graph_breaks() if each.thread == mine]
     found = noted[-1] if noted else None
@@ -219,13 +188,18 @@ def _cut_short(frame: Any) -> Reason:
 
 
 def _place(frame: Any) -> str:
-    return f"{os.path.basename(frame.filename)}:{frame.lineno} in {function_name(frame.name)}"
+    return _at(frame.filename, frame.lineno, frame.name)
 
 
 def _line(frame: Any) -> str | None:
-    if frame is None:
-        return None
-    return f"{_place(frame)}: {frame.line}" if frame.line else _place(frame)
+    return frame and _at(frame.filename, frame.lineno, frame.name, frame.line)
+
+
+def _at(file: str, line: int | str, name: str | None = None, code: str | None = None) -> str:
+    """`model.py:41 in forward: code`."""
+    place = f"{os.path.basename(file)}:{line}"
+    place += f" in {function_name(name)}" if name else ""
+    return f"{place}: {code}" if code else place
 
 
 # ---- what Dynamo noted of all that was compiled
@@ -236,20 +210,23 @@ def graph_breaks(
 ) -> tuple[list[Reason], list[Reason]]:
     """Graph breaks that were met, and those among them behind which torch left something to eager; each once.
 
-    Those that graphs end at, those noted since `before`, and of earlier ones those of functions that ran.
+    Those that graphs end at, those noted since `before`, and of earlier ones those of functions that ran. Libraries that
+    run in eager anyway, as what logs or shows progress, have breaks of their own: they are left out.
     """
-    ends = [graph.graph_break for graph in graphs if graph.graph_break is not None]
+    files = {place_of(graph.place).rpartition(":")[0] for graph in graphs}
     functions = {_function_at(graph.place) for graph in graphs}
-    noted = [
-        each
-        for each in torch_private.graph_breaks()
-        if each not in before or (not each.over and _function_of(each) in functions)
-    ]
-    noted.sort(key=before.__contains__)
-    others = untold(noted, before, [each.line for each in ends], [each.place for each in graphs])
+    found = [graph.graph_break for graph in graphs if graph.graph_break is not None]
+    for each in sorted(torch_private.graph_breaks(), key=before.__contains__):
+        is_earlier = each in before
+        if is_earlier and (each.over or _function_of(each) not in functions):
+            continue
+        reason = replace(_of_stack(each.text, each.stack), is_earlier=is_earlier)
+        users = [frame.filename for frame in each.stack if _is_users(frame)]
+        mine = (not _INSTALLED.search(f) or os.path.basename(f) in files for f in users)
+        found += [reason] if reason.rest is not None or any(mine) else []
     every: dict[Any, Reason] = {}
-    for each in (*ends, *others):
-        every.setdefault((place_of(each.line) or each, each.rest), each)
+    for reason in found:
+        every.setdefault((place_of(reason.line) or reason, reason.rest), reason)
     left = [each for each in every.values() if each.rest is not None]
     return [each for each in every.values() if each.rest is None], left
 
@@ -290,7 +267,7 @@ def _where(function: Function) -> str:
     file, line, name = function
     if file.endswith(_WRAPPER):
         return "modules of torch's own classes, as nn.Sequential (they count as one function)"
-    return f"{os.path.basename(file)}:{line} in {function_name(name)}"
+    return _at(file, line, name)
 
 
 def _function_at(place: str | None) -> str:
@@ -320,7 +297,7 @@ def _last(notes: Iterable[Any]) -> dict[Function, Any]:
 
 
 def _is_at_limit(compilation: Any) -> bool:
-    return _AT_LIMIT in (compilation.fail_reason or "")
+    return "recompile limit exceeded" in (compilation.fail_reason or "")
 
 
 def _described(function: Function, compilation: Any) -> Reason:
@@ -330,8 +307,7 @@ def _described(function: Function, compilation: Any) -> Reason:
     file, number = compilation.fail_user_frame_filename, compilation.fail_user_frame_lineno
     line = None
     if file and number is not None:
-        code = linecache.getline(file, number).strip()
-        line = f"{os.path.basename(file)}:{number}{f': {code}' if code else ''}"
+        line = _at(file, number, code=linecache.getline(file, number).strip())
     return given_up(compilation.fail_reason or compilation.fail_type, line, place)
 
 
@@ -353,12 +329,8 @@ def _cause(text: str) -> tuple[str, str | None, re.Match[str] | None]:
 
     Source: torch/_dynamo/guards.py `get_guard_fail_reason_helper`, 2.11 to 2.15.
     """
-    first = _NUMBER.sub("", next(iter(text.splitlines()), ""))
-    hint = _SETTING.search(first)
-    first = _HINT.sub("", first).strip()
-    source = _SOURCE.match(first)
-    if source is None:
-        return first.partition("  # ")[0].strip(), None, hint
-    guard, code, file, line, name = source.groups()
-    place = f"{os.path.basename(file)}:{line} in {name}"
-    return guard, f"{place}: {code}" if code else place, hint
+    found = _GUARD.match(next(iter(text.splitlines()), ""))
+    if found is None:
+        return "", None, None
+    guard, code, file, line, name = found.groups()
+    return guard, file and _at(file, line, name, code), _SETTING.search(found.string)

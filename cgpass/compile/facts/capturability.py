@@ -22,16 +22,6 @@ LIFTED = "cgpass_lifted"
 """In `node.meta`: the copy to the device that our own lifting of a CPU scalar put there."""
 PROVEN = "cgpass_proven"
 """In `node.meta`: code and detail of what running the node showed."""
-_PYTHON_OPERATORS = {
-    "iadd": "add_",
-    "imatmul": "matmul",
-    "imul": "mul_",
-    "ipow": "pow_",
-    "isub": "sub_",
-    "itruediv": "div_",
-    "matmul": "matmul",
-}
-"""Python's operators that tracing replaces by other ones of ATen."""
 _untraceable: set[torch._ops.OpOverload] = set()
 
 
@@ -169,27 +159,19 @@ def names_behind(node: fx.Node) -> frozenset[str]:
 
 
 def _names_of_call(target: object) -> frozenset[str]:
-    """Names of the operator that Dynamo's graph calls: an operator, a function of torch, or a tensor's method."""
+    """Names of the operator that Dynamo's graph calls: an operator, a function of torch or Python, or a tensor's method."""
     if isinstance(target, torch._ops.OpOverload | torch._ops.HigherOrderOperator):
         return _operator_names(target)
     if isinstance(target, torch._ops.OpOverloadPacket):
         overloads = target.overloads()
         only = getattr(target, overloads[0]) if len(overloads) == 1 else None
         return _operator_names(only) | {target._qualified_op_name}
-    name = target if isinstance(target, str) else _function_name(target)
-    is_aten = name is not None and hasattr(torch.ops.aten, name)
-    return frozenset({f"aten::{name}"}) if is_aten else frozenset()
-
-
-def _function_name(target: object) -> str | None:
-    """The name of a function of torch or of Python's `operator`, None for what is neither."""
-    name = getattr(target, "__name__", None)
-    if not isinstance(name, str):
-        return None
-    if getattr(operator, name, None) is target:
-        return _PYTHON_OPERATORS.get(name)
-    module = getattr(target, "__module__", None)
-    return name if module is None or module.split(".")[0] == "torch" else None
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    module = getattr(target, "__module__", None) or "torch"  # built-in functions of torch have none
+    of_torch = module.split(".")[0] in ("torch", "_operator")
+    return (
+        frozenset({f"aten::{name}"}) if of_torch and hasattr(torch.ops.aten, name) else frozenset()
+    )
 
 
 def _listed_by_user(query: _Query) -> _Found:

@@ -137,19 +137,13 @@ def storage_keys(node: fx.Node) -> frozenset[int]:
     return frozenset(_storages(node))
 
 
-def _hint(size: int | torch.SymInt) -> int:
-    """A symbolic size's value while tracing, 0 where it depends on data."""
-    if isinstance(size, int):
-        return size
-    return int(size) if size.node.expr.is_number else int(size.node.hint or 0)
-
-
-def output_bytes(node: fx.Node) -> int:
-    """Return the bytes that a node allocates for its outputs, symbolic sizes by their values while tracing; views cost nothing."""
+def allocates(node: fx.Node) -> bool:
+    """Tell if an operator makes memory for its outputs; views don't."""
     if node.op != "call_function" or node.target is operator.getitem:
-        return 0
+        return False
     read = {key for arg in node.all_input_nodes for key in storage_keys(arg)}
-    return sum(_hint(s.nbytes()) for key, s in _storages(node).items() if key not in read)
+    made = (storage for key, storage in _storages(node).items() if key not in read)
+    return not all(symbolic_shapes.statically_known_true(s.nbytes() == 0) for s in made)
 
 
 def _nodes(value: object) -> Iterator[fx.Node]:
@@ -213,7 +207,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """As `is_random`, tell if a call of an operator draws random numbers: dropout that drops nothing doesn't."""
+    """Tell if a call of an operator draws random numbers; dropout that drops nothing doesn't."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
     names = (argument.name for argument in func._schema.arguments)
@@ -263,7 +257,7 @@ def has_side_effect(node: fx.Node) -> bool:
 
 
 def _symbolic(node: fx.Node) -> list[Any]:
-    """What has symbols among a node's values."""
+    """The parts of a node's value that have symbols."""
     return [
         leaf
         for leaf in tree_leaves(node.meta.get("val"))

@@ -69,9 +69,8 @@ def run_passes(passes: Sequence[Pass], gm: fx.GraphModule, ctx: PassContext) -> 
     for position, one in enumerate(passes, 1):
         start = time.perf_counter()
         try:
-            with tracing.event(f"{ctx.direction}.{one.name}"):
-                notes += one.run(gm, ctx)
-                gm.graph.lint()
+            notes += one.run(gm, ctx)
+            gm.graph.lint()
         except Exception as error:
             before = ", ".join(done.name for done in passes[: position - 1]) or "none"
             raise PassError(

@@ -15,7 +15,6 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from cgpass import torch_private
 from cgpass.compile.facts import values
 from cgpass.compile.facts.partition_tag import KEY, get_tag, set_tag
 from cgpass.compile.passes.base import Pass, PassContext, inherit_meta
@@ -37,12 +36,13 @@ class JoinCollectives(Pass):
         results = [result for node in started for result in _results(node)]
         last = {get_tag(node): node for node in gm.graph.nodes}
         for result in results:
+            wait_tensor = torch.ops._c10d_functional.wait_tensor.default
             tag = result.meta[KEY]
             inside = [user for user in result.users if get_tag(user) == tag]
-            if any(user.target is torch_private.wait_tensor() for user in inside):
+            if any(user.target is wait_tensor for user in inside):
                 continue
             with gm.graph.inserting_after(last[tag]):
-                wait = gm.graph.call_function(torch_private.wait_tensor(), (result,))
+                wait = gm.graph.call_function(wait_tensor, (result,))
             inherit_meta(wait, result, result.meta["val"])
             set_tag(wait, tag)
             result.replace_all_uses_with(wait, lambda user, kept=(*inside, wait): user not in kept)

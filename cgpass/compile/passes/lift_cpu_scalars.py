@@ -47,9 +47,7 @@ _EXACT = frozenset(
 )
 """Operators that give the same bits on the host and on the device."""
 
-_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-"""What aten's kernels compute in, where that is another dtype."""
-
+_HALF = (torch.float16, torch.bfloat16)
 _IN_WIDE = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor)
 """Operators whose kernels take a scalar on the host without rounding it to the other operand's dtype.
 
@@ -81,20 +79,17 @@ class LiftCpuScalars(Pass):
     - A constant of the graph is moved to the device now.
     - A tensor of one number (`full`, `scalar_tensor`, `zeros`) is made on the device.
 
-    Other copies from the CPU stay where they are. A scalar that the graph writes to before its last
-    reader is left alone.
+    Other copies from the CPU stay where they are, and so does what reads a scalar after the graph has written to it.
 
     Note [Scalars in aten's kernels]
         Given a scalar on the host, aten's kernels for half precision add, subtract and multiply
         in float32 with the scalar itself, and all divide by multiplying with its inverse.
         One on the device they round to the operands' type first, and divide by it. Where such
-        kernels run, readers are rewritten to have the bits of the former.
+        kernels run, these readers keep the scalar on the host, and run between graphs.
     """
 
     name: ClassVar[str] = "lift_cpu_scalars"
 
-    move: Callable[[torch.Tensor, torch.device], torch.Tensor] = move_constant
-    """Moves a constant's values to the device."""
     aten_kernels: bool = False
     """Set if aten's kernels run captured partitions, not Inductor's, which read scalars alike wherever they lie."""
 
@@ -102,8 +97,7 @@ class LiftCpuScalars(Pass):
         """Rewrite `gm`."""
         if ctx.device.type == "cpu":
             return ()
-        lift = _Lift(gm, ctx.device, self)
-        if any([lift.scalars(), lift.copies()]):
+        if _Lift(gm, ctx.device, self.aten_kernels).run():
             gm.graph.eliminate_dead_code()
         return ()
 
@@ -111,11 +105,11 @@ class LiftCpuScalars(Pass):
 class _Lift:
     """One run over one graph."""
 
-    def __init__(self, gm: fx.GraphModule, device: torch.device, settings: LiftCpuScalars) -> None:
+    def __init__(self, gm: fx.GraphModule, device: torch.device, aten_kernels: bool) -> None:
         self._gm = gm
         self._graph = gm.graph
         self._device = device
-        self._settings = settings
+        self._aten_kernels = aten_kernels
         self._lifted: dict[fx.Node, fx.Node] = {}
         self._order = {node: position for position, node in enumerate(gm.graph.nodes)}
         self._written: dict[int, int] = {}
@@ -124,49 +118,38 @@ class _Lift:
                 for key in values.storage_keys(arg):
                     self._written.setdefault(key, position)
 
-    def scalars(self) -> bool:
-        """Let nodes read CPU scalars on the device, if these are all that keeps them from being captured."""
-        found: dict[fx.Node, list[fx.Node]] = {}
-        for node in self._graph.nodes:
-            scalars = list(filter(_is_cpu_tensor, node.all_input_nodes))
-            reason = why_not_capturable(node, self._device) if scalars else None
-            if reason is not None and reason.code == "cpu_scalar":
-                for arg in scalars:
-                    found.setdefault(arg, []).append(node)
+    def run(self) -> bool:
+        """Let nodes read on the device what needs no copy from the CPU in every call, or is all that keeps them there."""
         changed = False
-        for source, readers in found.items():
-            if max(self._order[reader] for reader in readers) > self._first_write(source):
-                continue
-            changed, lifted = True, self._lift(source, readers[0])
-            for reader in readers:
-                reader.replace_input_with(source, lifted)
-                if self._settings.aten_kernels:
-                    self._keep_bits(reader, lifted)
+        for node, position in self._order.items():
+            for source in self._needless(node):
+                if position > self._first_write(source):
+                    continue
+                changed, lifted = True, self._lift(source, node)
+                node.replace_input_with(source, lifted)
+                if node.target is prims.device_put.default:
+                    # Between one device Inductor makes nothing of it, and the caller would get the constant itself.
+                    node.target, node.args, node.kwargs = aten.clone.default, (lifted,), {}
         return changed
 
-    def copies(self) -> bool:
-        """Let nodes copy on the device what is there, and needs no copy from the CPU in every call."""
-        changed = False
-        for node in self._order:
-            if node.target not in _COPIES or LIFTED in node.meta or not node.all_input_nodes:
-                continue
-            source = node.all_input_nodes[0]
-            known = self._is_argument(source) or self._is_made_once(source)
-            written = self._order[node] > self._first_write(source)
-            if not known or written or not _is_cpu_tensor(source) or _is_cpu_tensor(node):
-                continue
-            changed, lifted = True, self._lift(source, node)
-            node.replace_input_with(source, lifted)
-            if node.target is prims.device_put.default:
-                # Between one device Inductor makes nothing of it, and the caller would get the constant itself.
-                node.target, node.args, node.kwargs = aten.clone.default, (lifted,), {}
-        return changed
+    def _needless(self, node: fx.Node) -> list[fx.Node]:
+        """CPU tensors that a node need not read."""
+        found = list(filter(_is_cpu_tensor, node.all_input_nodes))
+        if node.target in _COPIES:
+            if LIFTED in node.meta or _is_cpu_tensor(node):
+                return []
+            return [each for each in found if self._is_argument(each) or self._is_made_once(each)]
+        if not found or (self._aten_kernels and _rounds(node, found)):
+            return []
+        reason = why_not_capturable(node, self._device)
+        return found if reason is not None and reason.code == "cpu_scalar" else []
 
     def _lift(self, source: fx.Node, reader: fx.Node) -> fx.Node:
         """Return the node that replaces a CPU scalar on the device."""
         if source in self._lifted:
             return self._lifted[source]
-        value = _like(source.meta["val"], device=self._device)
+        with torch_private.mode_of(source.meta["val"]):
+            value = torch.empty_like(source.meta["val"], device=self._device)
         constant = self._constant(source)
         if constant is not None:
             lifted = self._moved(constant, source, value)
@@ -192,7 +175,7 @@ class _Lift:
             return False
         if node.op == "placeholder" or self._is_made_once(node):
             return True
-        same = node.target in _EXACT or (not self._settings.aten_kernels and _is_pointwise(node))
+        same = node.target in _EXACT or (not self._aten_kernels and _is_pointwise(node))
         return same and all(
             self._order[node] < self._first_write(arg) and self._is_argument(arg)
             for arg in node.all_input_nodes
@@ -200,39 +183,6 @@ class _Lift:
 
     def _is_made_once(self, node: fx.Node) -> bool:
         return self._constant(node) is not None or _is_filled(node)
-
-    def _keep_bits(self, reader: fx.Node, scalar: fx.Node) -> None:
-        """Have an operator compute as with a scalar on the host. See Note [Scalars in aten's kernels]."""
-        divides = reader.target is aten.div.Tensor and reader.args[1] is scalar
-        if not divides and reader.target not in _IN_WIDE:
-            return
-        first, second = reader.args[:2]
-        assert isinstance(first, fx.Node)
-        assert isinstance(second, fx.Node)
-        value = reader.meta["val"]
-        wide = _WIDE.get(value.dtype, value.dtype)
-        if wide == value.dtype and not divides:
-            return
-        first, second = self._cast(first, wide, reader), self._cast(second, wide, reader)
-        if divides:
-            reader.target = aten.mul.Tensor
-            inverse = second.meta["val"]
-            second = self._call(
-                aten.reciprocal.default, second, before=reader, of=reader, value=inverse
-            )
-        reader.args = (first, second, *reader.args[2:])
-        reader.meta["val"] = _like(value, dtype=wide)
-        if wide != value.dtype:
-            narrow = self._cast(reader, value.dtype, reader.next)
-            reader.replace_all_uses_with(narrow, lambda user: user is not narrow)
-
-    def _cast(self, node: fx.Node, dtype: torch.dtype, before: fx.Node) -> fx.Node:
-        if node.meta["val"].dtype == dtype:
-            return node
-        value = _like(node.meta["val"], dtype=dtype)
-        return self._call(
-            aten._to_copy.default, node, before=before, of=node, value=value, dtype=dtype
-        )
 
     def _first_write(self, source: fx.Node) -> float:
         """Position of the first node that writes to the memory of `source`."""
@@ -255,7 +205,7 @@ class _Lift:
         name = f"{stands_for.name}_on_{self._device.type}"
         while hasattr(self._gm, name):
             name += "_"
-        moved = self._settings.move(constant, self._device)
+        moved = move_constant(constant, self._device)
         self._gm.register_buffer(name, moved, persistent=False)
         with self._graph.inserting_before(stands_for):
             node = self._graph.get_attr(name)
@@ -299,6 +249,13 @@ def _is_cpu_tensor(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "cpu"
 
 
+def _rounds(node: fx.Node, scalars: list[fx.Node]) -> bool:
+    """Tell if aten gives other bits with a scalar on the device. See Note [Scalars in aten's kernels]."""
+    if node.target is aten.div.Tensor:
+        return node.args[1] in scalars
+    return node.target in _IN_WIDE and node.meta["val"].dtype in _HALF
+
+
 def _is_pointwise(node: fx.Node) -> bool:
     """Tell if Inductor's kernels on the device compute an operator of CPU scalars, too."""
     tags = getattr(node.target, "tags", ())
@@ -310,8 +267,3 @@ def _is_filled(node: fx.Node) -> bool:
     if node.target is aten._to_copy.default and node.all_input_nodes:
         return False  # a copy of a tensor
     return node.target in _FILLED and all(type(size) is int for size in node.meta["val"].shape)
-
-
-def _like(value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    with torch_private.mode_of(value):
-        return torch.empty_like(value, **kwargs)

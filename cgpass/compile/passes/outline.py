@@ -2,7 +2,7 @@
 
 import itertools
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import sympy
 import torch
@@ -17,10 +17,9 @@ from cgpass.compile.facts.partition_tag import KEY, PartitionTag, get_tag, set_t
 def outline(gm: fx.GraphModule) -> fx.GraphModule:
     """Return a module that only calls submodules `captured_<i>` and `eager_<i>`, one for each partition of a tagged graph.
 
-    Each returns a tuple, takes its inputs in the order of their first use and after them every
-    backed symbol that its values mention and that is not among them. Attributes and host scalars
-    are copied into each submodule that uses them; CPU scalars on the device are made first of all.
-    Names and meta of nodes stay.
+    Each returns a tuple, and takes every backed symbol that its values mention, then its inputs in the order of their
+    first use. Attributes and host scalars are copied into each submodule that uses them; CPU scalars on the device are
+    made first of all. Names and meta of nodes stay.
     """
     return _Outliner(gm).run()
 
@@ -121,71 +120,51 @@ class _Body:
     def __init__(
         self,
         gm: fx.GraphModule,
-        nodes: Iterable[fx.Node],
+        nodes: Sequence[fx.Node],
         providers: Mapping[sympy.Symbol, fx.Node],
     ) -> None:
         self.inputs: list[fx.Node] = []
         self._gm = gm
-        self._own = dict.fromkeys(nodes)
         self._providers = providers
-        self._found: dict[fx.Node, fx.Node] = {}
-        self._copied: list[fx.Node] = []
-        for node in self._own:
-            for arg in node.all_input_nodes:
-                self._find(arg)
-            self._copied.append(node)
-        self._find_symbols()
+        self._graph = fx.Graph()
+        self._inside: dict[fx.Node, fx.Node] = {}
+        known = dict.fromkeys(value for node in nodes for value in (*node.all_input_nodes, node))
+        for symbol in dict.fromkeys(itertools.chain.from_iterable(map(values.free_symbols, known))):
+            if symbol in providers:
+                self._value(providers[symbol], as_input=True)
+        for node in nodes:
+            self._copy(node)
 
-    def _find(self, node: fx.Node) -> None:
-        """Decide what `node`, an argument of something in here, is: own, copied in or an input."""
-        if node in self._own or node in self._found:
-            return
-        source = self._source(node)
-        self._found[node] = source
+    def _value(self, node: fx.Node, *, as_input: bool = False) -> fx.Node:
+        """The value of `node` in here: made, copied in or an input."""
+        if node in self._inside:
+            return self._inside[node]
+        is_scalar = values.is_host_scalar(node)
+        source = _resolve(node)
+        if is_scalar and (symbol := values.symbol_of(node.meta.get("val"))) is not None:
+            source = self._providers.get(symbol, node)
         if source is not node:
-            self._find(source)
-        elif node.op == "get_attr" or values.is_host_scalar(node):
-            for arg in node.all_input_nodes:
-                self._find(arg)
-            self._copied.append(node)
+            self._inside[node] = self._value(source)
+        elif not as_input and (is_scalar or node.op == "get_attr"):
+            self._copy(node)
         else:
+            last = self._inside[self.inputs[-1]] if self.inputs else None
+            with self._graph.inserting_after(last):
+                inside = self._graph.create_node("placeholder", node.name, name=node.name)
+            inside.meta = _carried(node)
+            self._inside[node] = inside
             self.inputs.append(node)
+        return self._inside[node]
 
-    def _source(self, node: fx.Node) -> fx.Node:
-        if values.is_host_scalar(node):
-            symbol = values.symbol_of(node.meta.get("val"))
-            return node if symbol is None else self._providers.get(symbol, node)
-        return node if node.op == "get_attr" else _resolve(node)
-
-    def _find_symbols(self) -> None:
-        known = {values.symbol_of(node.meta.get("val")) for node in self.inputs}
-        nodes = [*self.inputs, *self._copied]
-        for symbol in dict.fromkeys(itertools.chain.from_iterable(map(values.free_symbols, nodes))):
-            provider = self._providers.get(symbol)
-            if symbol not in known and provider is not None:
-                self._found[provider] = provider
-                self.inputs.append(provider)
+    def _copy(self, node: fx.Node) -> None:
+        self._inside[node] = self._graph.node_copy(node, self._value)
+        self._inside[node].meta.pop(KEY, None)
 
     def finish(self, outputs: Iterable[fx.Node], name: str) -> fx.GraphModule:
-        graph = fx.Graph()
-        inside: dict[fx.Node, fx.Node] = {}
-        for node in self.inputs:
-            inside[node] = graph.create_node("placeholder", node.name, name=node.name)
-            inside[node].meta = _carried(node)
-
-        def mapped(node: fx.Node) -> fx.Node:
-            while node not in inside:
-                node = self._found[node]
-            return inside[node]
-
-        for node in self._copied:
-            if node not in inside:
-                inside[node] = graph.node_copy(node, mapped)
-                inside[node].meta.pop(KEY, None)
-        results = tuple(mapped(node) for node in outputs)
-        graph.output(results).meta["val"] = tuple(node.meta.get("val") for node in results)
-        graph.lint()
-        return torch_private.lazy_graph_module(self._gm, graph, name)
+        results = tuple(map(self._value, outputs))
+        self._graph.output(results).meta["val"] = tuple(node.meta.get("val") for node in results)
+        self._graph.lint()
+        return torch_private.lazy_graph_module(self._gm, self._graph, name)
 
 
 def _behind(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:

@@ -33,7 +33,6 @@ PAIR = "cgpass_rng_pair"
 """Key of `node.meta`: a pair's number."""
 POSITIONS = "cgpass_rng_positions"
 """Key of `node.meta`: the node stands for the positions of the pairs' generators, which are on these devices."""
-_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def split_joint(
@@ -55,13 +54,11 @@ def split_joint(
     """
     nested = not joint_inputs  # the body of an `invoke_subgraph`
     random = [node for node in joint.graph.nodes if values.is_random(node)]
-    unmarked = torch_private.recomputes_unmarked(joint)
     traced_again = torch_private.uses_compiled_autograd()
     saved = set()
     for node in random:
-        again = unmarked or node.meta.get("recompute") in _RECOMPUTED
         has_no_pair = traced_again or (compiler == "inductor" and _is_on_cpu(node))
-        if (again and has_no_pair) or (_draws(node) and (nested or _needs_saving(node))):
+        if has_no_pair or (_draws(node) and (nested or _needs_saving(node))):
             saved.add(node.name)
             _save(node)
     fw, bw = torch_private.min_cut_partition(
@@ -177,9 +174,9 @@ class RngPairs:
     """Describes how a graph with pairs is called. See Note [Pairs of random operators]."""
 
     devices: tuple[torch.device, ...]
-    """Where each pair draws."""
+    """One for each pair, which draws there."""
     positions_at: int
-    """Where the positions stood among a forward graph's outputs or a backward graph's inputs."""
+    """Place of the positions among a forward graph's outputs or a backward graph's inputs."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +232,7 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node, state: fx.Node) -> None:
     args: tuple[Any, ...] = (node.target, *node.args)
     with gm.graph.inserting_before(node):
         drawn = gm.graph.call_function(
-            torch_private.run_with_rng_state(), args, {**node.kwargs, "rng_state": state}
+            torch_private.run_with_rng_state, args, {**node.kwargs, "rng_state": state}
         )
     drawn.meta = {key: value for key, value in node.meta.items() if key != PAIR}
     node.replace_all_uses_with(drawn)
