@@ -22,12 +22,11 @@ import inspect
 import itertools
 import logging
 import math
-import operator
 import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
@@ -58,6 +57,8 @@ _FOREIGN: Final = "something else than the optimizer's parameters gets gradients
 _IN_TURN: Final = "not all of the loss can be captured, see cgpass.explain(loss_fn, batch); the optimizer's step is a graph of its own"
 _ITS_LINE: Final = "cgpass.explain(loss_fn, batch) names the line"
 _TOO_OFTEN: Final = "it was compiled torch._dynamo.config.recompile_limit times; keep what changes the same, or make it a tensor"
+_RATES: Final = ("lr", "initial_lr")
+_NOTHING: Final[tuple[list[Any], bytes]] = [], b""
 _names = itertools.count()
 _Args = tuple[Any, ...]
 _Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -149,7 +150,11 @@ class TrainStep:
         self.in_pieces: Counter[str] = Counter()
         """Calls that did not run as a whole, by the reason."""
         self._name = f"train_step of {getattr(loss_fn, '__qualname__', type(loss_fn).__qualname__)}"
-        self._options = parse_options(options)
+        given: Any = dataclasses.asdict(options) if isinstance(options, Options) else options or {}
+        ours = given
+        if isinstance(given, Mapping):  # torch takes out its own, which says what Dynamo guards
+            ours = {name: value for name, value in given.items() if name != "guard_filter_fn"}
+        self._options = parse_options(ours)
         self._update = update
         self._accumulate = accumulate
         self._due = 0
@@ -158,11 +163,8 @@ class TrainStep:
         """For `explain`, which restores it."""
         self._lock = new_lock()
         self._fn = fn = _detaching(loss_fn)
-        given: Any = (
-            dataclasses.asdict(options) if isinstance(options, Options) else {**(options or {})}
-        )
-        self._compiled = torch.compile(fn, fullgraph=True, backend=cgpass, options=given)
-        self._broken = torch.compile(fn, backend=cgpass, options=given)
+        self._compiled = torch.compile(fn, fullgraph=True, backend=cgpass, options={**given})
+        self._broken = torch.compile(fn, backend=cgpass, options={**given})
         self._why_broken: str | None = None
         """Why the loss is several graphs."""
         self._too_often = False
@@ -219,6 +221,13 @@ class TrainStep:
         else:
             self._note(call.why or (_FIRST if call.whole is None else _IN_TURN))
         return (loss.detach(), *more) if more else loss.detach()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse copies: of the loss there would be none."""
+        raise InputError(
+            f"{self._name} can't be copied or pickled: copy what it trains, copy.deepcopy((module, optimizer)), "
+            "and call cgpass.train_step again"
+        )
 
     def flush(self) -> bool:
         """Update with what has accumulated since the last update; returns whether anything had."""
@@ -282,7 +291,7 @@ class TrainStep:
 
     def _why_pieces(self) -> str | None:
         """Why this call can't be a whole step, whatever Dynamo compiled for it."""
-        new = self._update.look()
+        why = self._update.look()
         if not fast.is_loaded:
             return (self.calls > 1 and native.loader.why_not) or _FIRST
         if self._options.driver == "none":
@@ -291,9 +300,9 @@ class TrainStep:
             return f"accumulate={self._accumulate}: gradients add up in pieces"
         if torch_private.has_default_saved_tensors_hooks():
             return "hooks on saved tensors are set; leave their block for the step"
-        if torch_private.has_function_modes() or torch.is_anomaly_enabled():
-            return "a TorchFunctionMode or anomaly detection is on; leave its block for the step"
-        return new or self._update.why_pieces()
+        if torch_private.has_function_modes():
+            return "a TorchFunctionMode is on; leave its block for the step"
+        return why or self._update.why_pieces()
 
     def _learn(self, call: "_Call", loss: torch.Tensor) -> None:
         """Find out which way the next call of this variant may go; its backward may be compiled only now."""
@@ -425,8 +434,8 @@ class _Update:
         """Tensors that updates read and write, beside parameters and gradients."""
         self.rates: list[_Rate] = []
         """Of the groups, if all of them can be captured."""
-        self.numbers: dict[Any, Any] = {}
-        """All that this call's update reads on the host, beside learning rates."""
+        self.numbers: dict[str, Any] = {}
+        """All that updates read on the host, beside learning rates."""
         self.counts_writes = False
         """True if autograd is told what the optimizers write, as it is not by fused ones of torch 2.14."""
         self._last: tuple[Any, ...] = ()
@@ -436,8 +445,10 @@ class _Update:
         self.looks = 0
         """How often the optimizers' tensors were others than before."""
         self._groups: list[dict[str, Any]] = []
-        self._contents: tuple[()] | tuple[list[Any], bytes] = ()
-        """All that optimizers have, and where tensors among it lie."""
+        self._contents = self._parts = _NOTHING
+        """All that optimizers have and read but learning rates, and where tensors of it lie; the same without numbers."""
+        self._reads: dict[str, Any] = {}
+        """What they read besides."""
         self._why_never: str | None = None
 
     def groups(self) -> list[dict[str, Any]]:
@@ -490,33 +501,51 @@ class _Update:
     # ---- what changes
 
     def look(self) -> str | None:
-        """Note the tensors of the optimizers, where they are others than before; returns why they are in no graph yet."""
-        groups, before = self.groups(), self._contents
+        """Note what optimizers have and read, where it is other than before; returns why the next update is in no graph."""
+        groups, reads = self.groups(), torch_private.host_reads(self.scaler)
+        now = found = _NOTHING
         if fast.is_loaded:
-            root = torch_private.parts_of_optimizers(self.optimizers, groups, self.scaler)
-            now = self._contents = fast.contents(root, before)
-            same = before and now[0] is before[0] and len(groups) == len(self._groups)
-            if same and all(map(operator.is_, groups, self._groups)):
+            parts = torch_private.parts_of_optimizers(self.optimizers, self.scaler)
+            now = fast.contents([*parts, *groups], _RATES, self._contents)
+            if now[0] is self._contents[0] and reads == self._reads:
+                self._contents = now
                 return self._why_never
-        self._groups = groups
-        self.looks += 1
-        self.params = [p for group in self._groups for p in group["params"]]
-        self._why_never = torch_private.why_not_recordable(self.optimizers, self.scaler)
-        params = {*map(id, self.params)}
-        objects = self._contents[0] if self._contents else ()
-        tensors = {id(x): x for x in objects if isinstance(x, torch.Tensor)}
-        self.state = [tensor for key, tensor in tensors.items() if key not in params]
+            found = fast.contents([*parts, *[g["params"] for g in groups]], (), self._parts)
+        why = self._look_anew(groups, found, reads)
+        # Last of all, for a signal may come before.
+        self._groups, self._contents, self._parts, self._reads = groups, now, found, reads
+        return why
+
+    def _look_anew(
+        self, groups: list[dict[str, Any]], parts: tuple[list[Any], bytes], reads: dict[str, Any]
+    ) -> str | None:
+        """See `look`."""
+        are_same = [*map(id, groups)] == [*map(id, self._groups)] and parts is not _NOTHING
+        is_new = not are_same or parts[0] is not self._parts[0]
+        if is_new:
+            self.looks += 1
+            self.params = [p for group in groups for p in group["params"]]
+            params = {*map(id, self.params)}
+            tensors = {id(x): x for x in parts[0] if isinstance(x, torch.Tensor)}
+            self.state = [tensor for key, tensor in tensors.items() if key not in params]
         places = sorted({str(tensor.device) for tensor in (*self.params, *self.state)})
-        if self._why_never is None and len(places) > 1:
-            named = " and ".join(places)
-            self._why_never = f"the optimizer's tensors lie on {named}; keep them on one device"
-        used = [] if self._why_never else self._groups
-        device = places[0] if places else "cpu"
-        self.rates = [_Rate(group, torch.empty(0, device=device)) for group in used]
-        numbers = self._find_numbers()
+        last, numbers = self.numbers, _numbers_of(groups)
+        why = torch_private.why_not_recordable(self.optimizers, self.scaler)
+        if why is None and len(places) > 1:
+            why = f"the optimizer's tensors lie on {' and '.join(places)}; keep them on one device"
         if isinstance(numbers, dict):
-            self.numbers = numbers
-        return self._why_never or (_NEW_STATE if before else None)
+            self.numbers = numbers | reads
+        else:
+            why = why or f"{numbers} holds a tensor, or something else than numbers"
+        self._why_never, used = why, [] if why else groups
+        if is_new or len(used) != len(self.rates):
+            device = places[0] if places else "cpu"
+            self.rates = [_Rate(group, torch.empty(0, device=device)) for group in used]
+        if why is not None or self._parts is _NOTHING:
+            return why
+        names = [n for n in last | self.numbers if last.get(n, ...) != self.numbers.get(n, ...)]
+        changed = _NEW_NUMBER.format(", ".join(names[:3])) if names else None
+        return _NEW_STATE if is_new else changed
 
     def why_pieces(self) -> str | None:
         """Why the next update can't be part of a graph, as things stand in this call. To be asked after `look`."""
@@ -532,46 +561,29 @@ class _Update:
             return f"{name} has hooks, or gradients of another dtype; remove them"
         if self.scaler is not None and torch_private.steps_of_scaler(self.scaler):
             return "the scaler's unscale_() or step() was called before the step; leave that to the step"
-        found = self._find_numbers()
-        if isinstance(found, str):
-            return found
-        last, self.numbers = self.numbers, found
-        if found == last:
-            return None
-        keys = (key for key in last | found if last.get(key, ...) != found.get(key, ...))
-        return _NEW_NUMBER.format(", ".join(map(_number_name, itertools.islice(keys, 3))))
+        return None
 
     def read(self) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
         """The tensors that an update reads and writes beside parameters, and all that it reads, for the key."""
         rates = [rate.tensor for rate in self.rates]
-        places = self._contents[1:], *[tensor.data_ptr() for tensor in rates]
+        places = self._contents[1], *[tensor.data_ptr() for tensor in rates]
         last = self.looks, self.numbers, places
         if last != self._last:
             self._last = last
             self._read = (*self.state, *rates), (self.looks, tuple(self.numbers.items()), places)
         return self._read
 
-    def _find_numbers(self) -> dict[Any, Any] | str:
-        """All that an update reads on the host beside learning rates; or what of it is no number."""
-        found: dict[Any, Any] = {}
-        for n, group in enumerate(self._groups):
-            for name, value in group.items():
-                if name not in _NO_NUMBERS:
-                    found[n, name] = number = _by_value(value)
-                    if number is ...:
-                        return f"{_number_name((n, name))} is a tensor, or not a number"
-        if self.scaler is not None:
-            for name in ("growth_factor", "backoff_factor", "growth_interval"):
-                found[f"the scaler's {name}"] = getattr(self.scaler, f"get_{name}")()
-        found.update(torch_private.kernel_flags())
-        return found
 
-
-def _number_name(key: Any) -> str:
-    return key if isinstance(key, str) else f"optimizer.param_groups[{key[0]}]['{key[1]}']"
-
-
-_NO_NUMBERS: Final = frozenset({"params", "lr", "initial_lr"})
+def _numbers_of(groups: Sequence[dict[str, Any]]) -> dict[str, Any] | str:
+    """All that steps read in groups beside learning rates, by name; or the name of what is no number."""
+    found: dict[str, Any] = {}
+    for n, group in enumerate(groups):
+        for name in [name for name in group if name not in ("params", *_RATES)]:
+            key = f"optimizer.param_groups[{n}]['{name}']"
+            found[key] = _by_value(group[name])
+            if found[key] is ...:
+                return key
+    return found
 
 
 def _by_value(value: object) -> Any:
@@ -632,7 +644,9 @@ class _Whole:
         self._arguments: Mapping[int, Argument] = {}
         """Inputs that are scalars on the CPU, and are put on the device before."""
         self._take_leaves = taker(self._positions)
-        self._contents: tuple[list[Any], bytes] = fast.contents(self._take_leaves(args), ())
+        self._contents: tuple[list[Any], bytes] = fast.contents(
+            self._take_leaves(args), (), _NOTHING
+        )
         self._update = update
         self._looks = -1
         leaves: Sequence[int] = self._positions
@@ -672,7 +686,7 @@ class _Whole:
         update = self._update
         if not training.is_plain(args):
             return "autograd is in a mode of its own in this call"
-        contents = fast.contents(self._take_leaves(args), self._contents)
+        contents = fast.contents(self._take_leaves(args), (), self._contents)
         if contents[0] is not self._contents[0]:
             self._looks = -1
         self._contents = contents
@@ -690,14 +704,18 @@ class _Whole:
         update, stats = self._update, self._runner.stats
         replays = stats.replays
         update.grad_norm = None  # the step itself must not hold what a replay writes
-        with torch.no_grad():
-            inputs, outputs = training.begin(args), []
+        try:
+            torch_private.set_grad_enabled(False)  # it was on: autograd is plain
+            inputs, outputs = training.begin(args), list[Any]()
             for n, put in self._arguments.items():
                 (inputs[n],) = put([inputs[n]])
             if not self.is_one:
                 outputs, inputs = self._gradients(inputs)
                 inputs += self._leaves
-            outputs += self._executor([*inputs, *update.read()])
+            inputs += update.read()
+            outputs += self._executor(inputs)
+        finally:
+            torch_private.set_grad_enabled(True)
         if update.counts_writes and stats.replays != replays:  # else operators said so themselves
             torch.autograd.graph.increment_version(self._leaves)
             torch.autograd.graph.increment_version(update.state)
@@ -734,8 +752,8 @@ class _Whole:
             update.run()
         return returned if update.max_norm is None else [*returned, update.grad_norm]
 
-    def _gradients(self, inputs: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
-        """Return the forward's results, and gradients as autograd would put them into `.grad`."""
+    def _gradients(self, inputs: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Return what the forward returns, and gradients as autograd would put them into `.grad`."""
         layout, scaler = self._layout, self._update.scaler
         with torch_private.autocast_off():
             outputs = list(self._forward(inputs))
@@ -749,7 +767,7 @@ class _Whole:
             call = [*rest, *saved, layout.tangents[0](tangent)]
             del rest, saved, tangent
             gradients = list(self._backward(call))
-        found: list[torch.Tensor] = []
+        found: list[Any] = []
         for n, leaf in zip(self._positions, self._leaves, strict=True):
             found.append(_own_gradient(gradients[n], leaf))
             gradients[n] = None

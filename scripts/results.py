@@ -155,6 +155,8 @@ def texts(directory: Path, readme: Path) -> dict[Path, str]:
                 wanted[directory / f"{part}-{where}.md"] = report.render(data)
         if "bench" in results:
             wanted[directory / f"steps-{where}.svg"] = report.plot(results["bench"])
+        if "step" in results and (curves := report.curves(results["step"])):
+            wanted[directory / f"depths-{where}.svg"] = curves
     last = max((r["bench"]["meta"]["time"], where) for where, r in found.items() if "bench" in r)[1]
     wanted[readme] = with_table(readme.read_text(), "measured", readme_section(found[last], last))
     return wanted

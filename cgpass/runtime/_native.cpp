@@ -28,6 +28,7 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <string_view>
 #include <typeinfo>
 #include <utility>
 #include <vector>
@@ -512,10 +513,19 @@ PyObject* first_watched(PyObject* const* args) {
 
 // What `contents` walks through. No Python code runs meanwhile, so references are borrowed.
 struct Walk {
+  const Items before, without;
   std::vector<PyObject*> objects;
   std::vector<int64_t> addresses;
 
-  void through(PyObject* object) {
+  bool is_left_out(PyObject* key) const {
+    if (!PyUnicode_CheckExact(key)) return false;
+    for (Py_ssize_t k = 0; k < without.size; ++k) {
+      if (key == without.items[k] || PyUnicode_Compare(key, without.items[k]) == 0) return true;
+    }
+    return false;
+  }
+
+  void through(PyObject* object, bool is_root = false) {
     objects.push_back(object);
     if (THPVariable_CheckTypeExact(Py_TYPE(object))) {
       const c10::TensorImpl& tensor = *THPVariable_Unpack(object).unsafeGetTensorImpl();
@@ -533,7 +543,7 @@ struct Walk {
     PyObject *key, *value;
     for (Py_ssize_t at = 0; is_dict && PyDict_Next(object, &at, &key, &value);) {
       objects.push_back(key);
-      through(value);
+      if (!is_root || !is_left_out(key)) through(value);
     }
     for (Py_ssize_t k = 0; !is_dict && k < PySequence_Fast_GET_SIZE(object); ++k) {
       through(PySequence_Fast_ITEMS(object)[k]);
@@ -541,29 +551,29 @@ struct Walk {
   }
 };
 
-// contents(roots, before): a list of all that is in dicts, lists and tuples, and the addresses of the plain tensors among
-// it (of keys not) as 64-bit integers. before is an earlier result, or (): where nothing changed it is returned itself, and
-// where the same objects are there, with its list.
+// contents(roots, without, before): a list of all that is in dicts, lists and tuples, and the addresses of the plain tensors
+// among it (of keys not) as 64-bit integers; of dicts that are roots, without the values of some keys. before is an earlier
+// result, or ([], b""): where nothing changed it is returned itself, and where the same objects are there, with its list.
 PyObject* contents(PyObject* const* args) {
-  const Items roots(args[0]), before(args[1]);
-  Walk walk;
-  if (before.size == 2) walk.objects.reserve(Items(before[0]).size + 1);
-  for (Py_ssize_t k = 0; k < roots.size; ++k) walk.through(roots[k]);
-  Owned list, addresses(made(bytes_of(walk.addresses)));
-  if (before.size == 2) {
-    const Items objects(before[0]);
-    if (std::equal(walk.objects.begin(), walk.objects.end(), objects.items, objects.items + objects.size)) {
-      const int same = PyObject_RichCompareBool(addresses.get(), before[1], Py_EQ);
-      if (same < 0) throw python_error();
-      if (same) return Py_NewRef(args[1]);
-      list = Owned(Py_NewRef(before[0]));
+  const Items roots(args[0]), before(args[2]);
+  Walk walk{Items(before[0]), Items(args[1])};
+  walk.objects.reserve(walk.before.size + 1);
+  walk.addresses.reserve(walk.before.size + 1);
+  for (Py_ssize_t k = 0; k < roots.size; ++k) walk.through(roots[k], true);
+  Owned list;
+  if (std::equal(walk.objects.begin(), walk.objects.end(), walk.before.items, walk.before.items + walk.before.size)) {
+    const auto* bytes = reinterpret_cast<const char*>(walk.addresses.data());
+    const std::string_view now(bytes, walk.addresses.size() * sizeof(int64_t));
+    if (PyBytes_Check(before[1]) && now == std::string_view(PyBytes_AS_STRING(before[1]), PyBytes_GET_SIZE(before[1]))) {
+      return Py_NewRef(args[2]);
     }
-  }
-  if (!list) {
+    list = Owned(Py_NewRef(before[0]));
+  } else {
     list = Owned(list_of(static_cast<Py_ssize_t>(walk.objects.size()), [&](Py_ssize_t k) {
       return Py_NewRef(walk.objects[k]);
     }));
   }
+  Owned addresses(made(bytes_of(walk.addresses)));
   return PyTuple_Pack(2, list.get(), addresses.get());
 }
 
@@ -890,7 +900,7 @@ PyMethodDef methods[] = {
     METHOD(fits, 3),
     METHOD(exclusive, 3),
     METHOD(swap_storages, 2),
-    METHOD(contents, 2),
+    METHOD(contents, 3),
     METHOD(first_watched, 1),
     METHOD(attach, 9),
     {nullptr, nullptr, 0, nullptr}};

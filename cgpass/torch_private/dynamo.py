@@ -142,7 +142,7 @@ _USER_WORDS: Final = (
     (re.compile(r"^___from_numpy\((.*)\)$"), r"\1"),
     (re.compile(r"(?<![\w.])G\['__import_(\w+)'\]"), lambda found: found[1].replace("_dot_", ".")),
     (re.compile(r"(?<![\w.])[LG]\['(\w+)'\]"), r"\1"),
-    (re.compile(r"\w+\.__closure__\[\d+\]\.cell_contents\.(?=\w)"), ""),
+    (re.compile(r"(?:[\w.]*\.__closure__\[\d+\]\.cell_contents)+(?=\.\w)"), ""),
     (re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]"), r".\1"),
     (re.compile(r"\.(size|stride)\(\)\[(\d+)\]"), r".\1(\2)"),
 )

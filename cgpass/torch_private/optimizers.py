@@ -10,23 +10,18 @@ import torch
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers whose fused kernels take the learning rate as a tensor."""
 _OF_OPTIMIZERS: Final = ("step", "zero_grad", "grad_scale", "found_inf")
-_OF_GROUPS: Final = ("params", "fused", "foreach", "capturable", "differentiable")
 _OF_SCALERS: Final = ("_scale", "_growth_tracker", "_enabled", "step", "unscale_", "update")
 
 
-def parts_of_optimizers(
-    optimizers: Sequence[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]], scaler: Any
-) -> list[Any]:
-    """Methods, flags, states and parameters of optimizers with these groups, and of a scaler."""
+def parts_of_optimizers(optimizers: Sequence[torch.optim.Optimizer], scaler: Any) -> list[Any]:
+    """Methods and states of optimizers and of a scaler."""
     found: list[Any] = []
     for each in optimizers:
-        cls, own = type(each), vars(each)
+        cls = type(each)
         found += (cls, cls.step, cls.zero_grad, each.state)
-        found += [own.get(name) for name in _OF_OPTIMIZERS]
-    for group in groups:
-        found += [group.get(name) for name in _OF_GROUPS]
+        found += map(vars(each).get, _OF_OPTIMIZERS)
     if scaler is not None:
-        found += [vars(scaler).get(name) for name in _OF_SCALERS]
+        found += map(vars(scaler).get, _OF_SCALERS)
     return found
 
 
@@ -87,22 +82,28 @@ def step_hooks(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
     return None
 
 
-def kernel_flags() -> dict[str, Any]:
-    """Return the flags that choose kernels, beside their inputs; Dynamo does not guard all of them.
+def host_reads(scaler: Any) -> dict[str, Any]:
+    """Return what chooses kernels, beside their inputs, and not all of which Dynamo guards, and a scaler's numbers.
 
     Source: torch/csrc/Module.cpp, 2.11 to 2.15; the older `allow_tf32` raise where a user set the newer names.
     """
     native, precision = torch._C, torch._C._get_fp32_precision_getter
-    return {
+    found = {
         "cudnn.enabled": native._get_cudnn_enabled(),
         "cudnn.benchmark": native._get_cudnn_benchmark(),
         "cudnn.deterministic": native._get_cudnn_deterministic(),
         "cudnn.conv.fp32_precision": precision("cuda", "conv"),
         "cudnn.rnn.fp32_precision": precision("cuda", "rnn"),
         "cuda.matmul.fp32_precision": precision("cuda", "matmul"),
+        "cuda.matmul.allow_fp16_accumulation": native._get_cublas_allow_fp16_accumulation(),
+        "cuda.preferred_blas_library": native._get_blas_preferred_backend(),
         "deterministic algorithms": native._get_deterministic_algorithms(),
         "default dtype": torch.get_default_dtype(),
     }
+    if scaler is not None:
+        for name in ("growth_factor", "backoff_factor", "growth_interval"):
+            found[f"the scaler's {name}"] = getattr(scaler, f"get_{name}")()
+    return found
 
 
 def steps_of_scaler(scaler: Any) -> dict[Any, Any]:

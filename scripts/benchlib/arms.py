@@ -23,6 +23,8 @@ KNOWN = {
     "cgpass-step": "cgpass.train_step, the optimizer part of the graph",
     "graphed": "cgpass.make_graphed_callables",
     "torch-graphed": "torch.cuda.make_graphed_callables",
+    "guards": "Dynamo's guards alone: nothing is computed",
+    "guards-filtered": "the same with torch.compiler.skip_guard_on_all_nn_modules_unsafe",
     "limit": "one graph of default's forward and backward, captured by hand; nothing is checked or copied",
     "limit-step": "the same of default's kernels, with the optimizer",
 }
@@ -196,6 +198,25 @@ class StepArm(Arm):
         """The optimizer has run."""
 
 
+class GuardsArm(Arm):
+    """Dynamo alone, which does guards above all; the loss is 0."""
+
+    def _compile(self) -> None:
+        found = [torch.zeros((), device=self.workload.device)]
+        skip = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+        self._call = torch.compile(
+            self.module,
+            backend=lambda gm, inputs: lambda *args: found,
+            options=skip if self.base == "guards-filtered" else None,
+        )
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        return self._loss(batch)
+
+    def finish(self) -> None:
+        """There are no gradients."""
+
+
 class GraphedArm(Arm):
     """The module recorded by `make_graphed_callables`, ours or torch's, with its batch as the sample."""
 
@@ -292,5 +313,6 @@ def make(name: str, workload: Workload, *, plain: bool = False) -> Arm:
     if base in NEEDS_CUDA and workload.device.type != "cuda":
         raise RuntimeError(f"{base} needs a CUDA device")
     kinds = {"cgpass-step": StepArm, "graphed": GraphedArm, "torch-graphed": GraphedArm}
+    kinds |= dict.fromkeys(("guards", "guards-filtered"), GuardsArm)
     kind = LimitArm if base.startswith("limit") else kinds.get(base, Arm)
     return kind(name, workload, plain=plain)

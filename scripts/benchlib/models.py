@@ -197,21 +197,8 @@ vit_small = functools.partial(
 )
 
 
-def stack(layers: int) -> Callable[[bool], nn.Module]:
-    return lambda tiny: SquareLoss(
-        [small_layer() for _ in range(min(layers, 3) if tiny else layers)]
-    )
-
-
-def plain_layers(width: int, depth: int) -> Callable[[bool], nn.Module]:
-    """Linear and tanh, again and again: what physics, control and tables are learned with."""
-
-    def build(tiny: bool) -> nn.Module:
-        return SquareLoss(
-            [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(2 if tiny else depth)]
-        )
-
-    return build
+def stack(depth: int, layer: Callable[[], nn.Module] = small_layer) -> Callable[[bool], nn.Module]:
+    return lambda tiny: SquareLoss([layer() for _ in range(min(depth, 3) if tiny else depth)])
 
 
 class ActorCritic(nn.Module):
@@ -258,6 +245,18 @@ def blocks(saving: str) -> Callable[[bool], nn.Module]:
 LLAMA = {"build": llama, "batch": tokens(1, 256, 32000)}
 MIXTRAL = {"build": mixtral, "batch": tokens(1, 128, 32000)}
 FP32 = {"autocast": False}
+
+
+def plain_layers(width: int, depth: int, batch: int) -> ModelSpec:
+    """Linear and tanh, again and again: what physics, control and tables are learned with."""
+    return ModelSpec(
+        title=f"{depth} x {width}, B{batch}",
+        build=stack(depth, lambda: nn.Sequential(nn.Linear(width, width), nn.Tanh())),
+        batch=numbers(batch, width),
+        **FP32,
+    )
+
+
 REAL: dict[str, ModelSpec] = {
     "gpt2": ModelSpec(title="GPT-2 small, B2 T128", build=gpt2, batch=tokens(2, 128, 50257)),
     "llama": ModelSpec(title="Llama 16 x 1024, B1 T256", **LLAMA),
@@ -275,15 +274,19 @@ REAL: dict[str, ModelSpec] = {
 """What is measured unless the command names others."""
 
 SPECS: dict[str, ModelSpec] = REAL | {
-    "stack1": ModelSpec(title="1 small layer", build=stack(1), batch=numbers(4, 64), **FP32),
-    "stack10": ModelSpec(title="10 small layers", build=stack(10), batch=numbers(4, 64), **FP32),
-    "stack100": ModelSpec(title="100 small layers", build=stack(100), batch=numbers(4, 64), **FP32),
-    "mlp3": ModelSpec(
-        title="3 x 256, B256", build=plain_layers(256, 3), batch=numbers(256, 256), **FP32
-    ),
-    "mlp50": ModelSpec(
-        title="50 x 64, B8", build=plain_layers(64, 50), batch=numbers(8, 64), **FP32
-    ),
+    **{
+        f"stack{n}": ModelSpec(
+            title=f"{n} small layer{'s' * (n > 1)}", build=stack(n), batch=numbers(4, 64), **FP32
+        )
+        for n in (1, 10, 100)
+    },
+    "mlp3": plain_layers(256, 3, 256),
+    "mlp50": plain_layers(64, 50, 8),
+    **{
+        f"mlp_{width}x{depth}": plain_layers(width, depth, 64)
+        for width in (64, 256, 1024)
+        for depth in (3, 12, 50)
+    },
     "actor_critic": ModelSpec(
         title="actor and critic, B1024", build=lambda tiny: ActorCritic(), batch=episodes, **FP32
     ),

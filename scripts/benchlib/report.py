@@ -1,6 +1,7 @@
 """Results as Markdown tables and as a plot, and what is wrong with them."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any
@@ -155,33 +156,92 @@ def ratios(data: Entry) -> dict[str, dict[str, float]]:
 
 
 def plot(data: Entry) -> str:
-    """Return horizontal bars as SVG, without a background and in colours that are read on white as on black."""
+    """Return horizontal bars as SVG: steps relative to the limit."""
     found = ratios(data)
     names = [name for name in COLOURS if any(name in each for each in found.values())]
     scale = 480 / max((v for each in found.values() for v in each.values()), default=1.0)
-    y, parts = 34, []
-
-    def text(x: float, y: float, said: str, more: str = "") -> None:
-        parts.append(f'<text x="{x:.0f}" y="{y:.0f}" fill="{INK}"{more}>{escape(said)}</text>')
-
-    def bar(x: float, y: float, width: float, name: str) -> None:
-        place = f'x="{x:.0f}" y="{y:.0f}" width="{width:.1f}" height="11"'
-        parts.append(f'<rect {place} fill="{COLOURS[name]}"/>')
-
-    text(0, 14, "step time / limit")
-    for n, name in enumerate(names):
-        bar(250 + 135 * n, 5, 11, name)
-        text(266 + 135 * n, 14, name)
+    y, parts = 34, [text(0, 14, "step time / limit"), *legend(names, 250)]
     for title, each in found.items():
-        text(240, y + 7 * len(each) + 3, title, ' text-anchor="end"')
+        parts.append(text(240, y + 7 * len(each) + 3, title, "end"))
         for name, ratio in each.items():
-            bar(250, y, ratio * scale, name)
-            text(256 + ratio * scale, y + 9, f"{ratio:.2f}")
+            parts.append(bar(250, y, ratio * scale, name))
+            parts.append(text(256 + ratio * scale, y + 9, f"{ratio:.2f}"))
             y += 14
         y += 8
-    line = f'<path d="M{250 + scale:.1f} 28V{y}" stroke="{INK}" stroke-dasharray="3"/>'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 790 {y + 4}" font-family="sans-serif" font-size="12">'
-    return "\n".join([head, *parts, line, "</svg>", ""])
+    parts.append(line(f"M{250 + scale:.1f} 28V{y}"))
+    return svg(790, y + 4, parts)
+
+
+def grid(data: Entry) -> dict[int, dict[str, list[tuple[int, float]]]]:
+    """Return depths and step times of networks that differ in nothing else, by width and arm."""
+    found: dict[int, dict[str, list[tuple[int, float]]]] = {}
+    for model in data["results"]:
+        if size := re.fullmatch(r"mlp_(\d+)x(\d+)", model["model"]):
+            width, depth = map(int, size.groups())
+            for name in COLOURS:
+                entry = model["arms"].get(name, {})
+                if (ms := value(entry, "step_ms")) and not differs(entry):
+                    found.setdefault(width, {}).setdefault(name, []).append((depth, ms))
+    return dict(sorted(found.items()))
+
+
+def curves(data: Entry) -> str:
+    """Return step time over depth as SVG, a panel a width, both axes logarithmic; empty if no such were measured."""
+    found = grid(data)
+    points = [point for each in found.values() for some in each.values() for point in some]
+    if not points:
+        return ""
+    depths, times = zip(*points, strict=True)
+    ticks = [n * 10.0**power for power in range(-3, 4) for n in (1, 2, 5)]
+    ticks = [ms for ms in ticks if min(times) / 2.5 < ms < max(times) * 2.5]
+
+    def x(depth: int, left: float) -> float:
+        return left + 180 * math.log(depth / min(depths)) / math.log(
+            max(depths) / min(depths) + 1e-9
+        )
+
+    def y(ms: float) -> float:
+        return 50 + 220 * math.log(ticks[-1] / ms) / math.log(ticks[-1] / ticks[0])
+
+    names = [name for name in COLOURS if any(name in each for each in found.values())]
+    parts = [text(0, 14, "step, ms"), *legend(names, 250)]
+    for n, (width, arms) in enumerate(found.items()):
+        left = 60 + 245 * n
+        parts.append(text(left + 90, 40, f"layers of {width}", "middle"))
+        for ms in ticks:
+            parts += [line(f"M{left} {y(ms):.1f}h180"), text(left - 6, y(ms) + 4, f"{ms:g}", "end")]
+        parts += [text(x(depth, left), 290, str(depth), "middle") for depth in sorted({*depths})]
+        for name, some in arms.items():
+            path = "L".join(f"{x(depth, left):.1f} {y(ms):.1f}" for depth, ms in sorted(some))
+            parts.append(
+                f'<path d="M{path}" fill="none" stroke="{COLOURS[name]}" stroke-width="2"/>'
+            )
+    return svg(max(790, 60 + 245 * len(found)), 312, [*parts, text(60, 308, "layers")])
+
+
+def text(x: float, y: float, said: str, anchor: str = "") -> str:
+    more = f' text-anchor="{anchor}"' if anchor else ""
+    return f'<text x="{x:.0f}" y="{y:.0f}" fill="{INK}"{more}>{escape(said)}</text>'
+
+
+def bar(x: float, y: float, width: float, name: str) -> str:
+    place = f'x="{x:.0f}" y="{y:.0f}" width="{width:.1f}" height="11"'
+    return f'<rect {place} fill="{COLOURS[name]}"/>'
+
+
+def line(path: str) -> str:
+    return f'<path d="{path}" stroke="{INK}" stroke-dasharray="3"/>'
+
+
+def legend(names: Sequence[str], left: float) -> list[str]:
+    places = [(left + 135 * n, name) for n, name in enumerate(names)]
+    return [part for x, name in places for part in (bar(x, 5, 11, name), text(x + 16, 14, name))]
+
+
+def svg(width: float, height: float, parts: Iterable[str]) -> str:
+    """Return a picture without a background, in colours that are read on white as on black."""
+    box = f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12"'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {box}>', *parts, "</svg>", ""])
 
 
 # ---- what is wrong

@@ -159,7 +159,7 @@ def test_graph_breaks_are_named_and_not_counted(counted_alone):
     passes, text = check.verdict(did(fn, X, X, X), 0.95)
     assert passes
     assert "100% of the 16 operators" in text
-    assert f"1. test_check.py:{line} in fn: torch._dynamo.graph_break()" in text
+    assert f"1. test_check.py:{line} in fn: graph break: torch._dynamo.graph_break() is" in text
     assert "code at graph breaks, outside of compiled functions, is not" in text
     first, second, broken, _ = cgpass.summary().splitlines()
     assert first.startswith("inference of test_check.py:")

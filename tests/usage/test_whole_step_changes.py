@@ -13,8 +13,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import cgpass
+from cgpass import torch_private
 from tests.usage import programs
 from tests.usage.programs import MLP
+from tests.usage.test_whole_steps import Loss as Squares
 from tests.usage.test_whole_steps import Training, sgd
 
 EACH = 4
@@ -289,6 +291,30 @@ def test_groups_states_and_tensors(way):
     check(way, TENSORS, make=Net, max_norm=1.0)
 
 
+@pytest.mark.parametrize("change", ["states", "a parameter", "a group"])
+def test_a_signal_while_a_change_is_noted(way, change, monkeypatch):
+    def program(session):
+        training = Training(session, make=Net)
+        batches = session.batches(4, 8, count=3 * EACH)
+        for number, batch in enumerate(batches):
+            if number == EACH:
+                TENSORS[change](training)
+                with monkeypatch.context() as patched:
+                    patched.setattr(torch_private, "why_not_recordable", interrupted)
+                    with pytest.raises(KeyboardInterrupt):
+                        training.step(batch)
+            training.run(batch)
+        if session.options["driver"] != "none":
+            assert training.step.whole_calls == 3 * EACH - 2, training.step.explain()
+        return training.found()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    found = programs.differences(way.run(program), way.run(program, driver="none"))
+    assert not found
+
+
 ON_THE_HOST = {"cpu": 3, "cuda": 0}
 """A Python float that changes becomes a tensor on the CPU, which a backward reads, too."""
 
@@ -361,14 +387,35 @@ def test_numbers_of_a_scaler(way):
     assert not found
 
 
-BACKENDS = torch.backends
+def flag(holder, name, *value):
+    return lambda: getattr(holder, name), lambda now: setattr(holder, name, now), *value
+
+
+CUDNN, MATMUL, BLAS = (
+    torch.backends.cudnn,
+    torch.backends.cuda.matmul,
+    torch.backends.cuda.preferred_blas_library,
+)
 FLAGS = {
-    "cudnn.enabled": lambda: (BACKENDS.cudnn, "enabled", False),
-    "cudnn.benchmark": lambda: (BACKENDS.cudnn, "benchmark", True),
-    "cudnn.deterministic": lambda: (BACKENDS.cudnn, "deterministic", True),
-    "cudnn.allow_tf32": lambda: (BACKENDS.cudnn, "allow_tf32", False),
-    "cuda.matmul.fp32_precision": lambda: (BACKENDS.cuda.matmul, "fp32_precision", "tf32"),
+    "cudnn.enabled": flag(CUDNN, "enabled"),
+    "cudnn.benchmark": flag(CUDNN, "benchmark"),
+    "cudnn.deterministic": flag(CUDNN, "deterministic"),
+    "cudnn.allow_tf32": flag(CUDNN, "allow_tf32"),
+    "cudnn.conv.fp32_precision": flag(CUDNN.conv, "fp32_precision", "ieee"),
+    "cudnn.rnn.fp32_precision": flag(CUDNN.rnn, "fp32_precision", "ieee"),
+    "cuda.matmul.fp32_precision": flag(MATMUL, "fp32_precision", "tf32"),
+    "cuda.matmul.allow_fp16_accumulation": flag(MATMUL, "allow_fp16_accumulation"),
+    "cuda.preferred_blas_library": (BLAS, BLAS, "cublaslt"),
+    "deterministic algorithms": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
 }
+
+
+def test_no_flag_is_left_out():
+    assert torch_private.host_reads(None).keys() <= FLAGS.keys()
 
 
 @pytest.mark.parametrize("name", FLAGS)
@@ -377,18 +424,17 @@ def test_flags_are_in_the_key(way, name):
 
     def program(session):
         training = Training(session)
-        holder, attribute, value = FLAGS[name]()
-        before = getattr(holder, attribute)
-        recorded = []
+        get, put, *value = FLAGS[name]
+        before, recorded, batches = get(), [], session.batches(4, 8, count=5)
         try:
-            for now in (before, value, before):
-                setattr(holder, attribute, now)
+            for now in (before, *(value or [not before]), before):
+                put(now)
                 with programs.counted() as counters:
-                    for batch in session.batches(4, 8, count=5):
+                    for batch in batches:
                         training.run(batch)
                 recorded.append(counters["recordings"])
         finally:
-            setattr(holder, attribute, before)
+            put(before)
         assert recorded[0] == 1
         assert recorded[1] >= 1
         assert recorded[2] in (0, 2)  # of forward and backward, for another call in pieces
@@ -492,6 +538,44 @@ def test_what_is_around_some_steps(way):
     check(way, MEANWHILE, usual=0, meanwhile=True, max_norm=1.0)
 
 
+def test_hooks_that_no_python_code_sees(way):
+    """Those that DDP puts on the nodes of parameters, in C++, stay after it."""
+    if way.device.type != "cpu":
+        pytest.skip("the group is one of a CPU")
+
+    def program(session):
+        training = Training(session)
+        for number, batch in enumerate(session.batches(4, 8, count=6)):
+            if number == 3:
+                training.hooking = nn.parallel.DistributedDataParallel(training.module)
+            training.run(batch)
+        if session.options["driver"] != "none":
+            assert training.step.whole_calls == 2
+            assert any("weight has hooks" in why for why in training.step.in_pieces)
+        return training.found()
+
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        found = programs.differences(way.run(program), way.run(program, driver="none"))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert not found
+
+
+def test_guards_are_the_users_to_leave_out(way):
+    """With `guard_filter_fn`, an option of torch.compile: what is not guarded is frozen, by the user's own choice."""
+    session = way.session()
+    leave_out = {"guard_filter_fn": lambda guards: [False for _ in guards]}
+    session.options = {**session.options, **leave_out}
+    training = Training(session, make=Net)
+    for number, batch in enumerate(session.batches(4, 8, count=6)):
+        training.module.name = ("relu", "tanh")[number > 3]
+        training.run(batch)
+    assert training.step.whole_calls == 5, training.step.explain()
+
+
 def test_a_learning_rate_that_a_hook_sets_stays(way):
     """A scheduler that a hook on `step()` calls."""
 
@@ -511,22 +595,16 @@ def test_a_learning_rate_that_a_hook_sets_stays(way):
     assert not found
 
 
-class Loss(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh())
-
-    def forward(self, x):
-        return self.net(x).square().mean()
-
-
-def test_a_gradient_from_before_is_named_as_its_parameter():
-    loss_fn, x = Loss(), torch.ones(4, 3)
-    optimizer = torch.optim.SGD(loss_fn.parameters(), lr=0.1, fused=True)
+@pytest.mark.parametrize("wrapped", [False, True], ids=["module", "closure"])
+def test_a_gradient_from_before_is_named_as_its_parameter(wrapped):
+    net, x = nn.Sequential(nn.Linear(3, 2), nn.Tanh()), torch.ones(4, 3)
+    loss_fn = (lambda x: net(x).square().mean()) if wrapped else Squares(net)
+    optimizer = sgd()(net.parameters())
     options = {"driver": "simulated", "compiler": "eager", "on_skip": "silent"}
     step = cgpass.train_step(loss_fn, optimizer, options=options)
     for _ in range(3):
         step(x)
-    loss_fn.net[0].bias.grad = torch.ones(2)
+    net[0].bias.grad = torch.ones(2)
     step(x)
-    assert any("net.0.bias has a gradient from before" in why for why in step.in_pieces)
+    name = "0.bias" if wrapped else "loss_fn.module.0.bias"
+    assert f"{name} has a gradient from before; call zero_grad() first" in step.in_pieces

@@ -575,6 +575,24 @@ def resumed(session):
     return [*first.found(), *second.found()]
 
 
+def copied(session):
+    """A copy of module and optimizer goes its own way; a step itself is none to copy."""
+    training = Training(session, max_norm=1.0)
+    batches = session.batches(4, 8, count=STEPS)
+    for batch in batches[:5]:
+        training.run(batch)
+    for way in (copy.copy, copy.deepcopy):
+        with pytest.raises(cgpass.errors.InputError, match="can't be copied or pickled"):
+            way(training.step)
+    module, optimizer = copy.deepcopy((training.module, training.optimizer))
+    other = cgpass.train_step(lambda x: module(x).abs().mean(), optimizer, options=session.options)
+    for batch in batches[5:]:
+        training.run(batch)
+        training.values.append(other(batch))
+    assert other.whole_calls in (0, 4)
+    return [*training.found(), *programs.state(module)]
+
+
 def interrupted(session):
     """A step that raises leaves everything as it was."""
     training = Training(session)
@@ -865,7 +883,7 @@ def fed_back(session):
 
 PROGRAMS = (
     *(two_optimizers, under_autocast, two_steps, arguments, sizes, resumed, interrupted, raising),
-    *(adversaries, fed_back),
+    *(copied, adversaries, fed_back),
 )
 
 

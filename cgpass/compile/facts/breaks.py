@@ -133,7 +133,7 @@ def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
     if frame is not last:
         detail += f", in {_library_file(last.filename)}:{last.lineno}"
         if "torch._dynamo.graph_break()" in text:
-            fix = "leave it: torch compiles what is called there by itself"
+            fix = "leave it: torch compiles the function called there by itself"
     elif len(users) > 1:
         detail += f", reached from {_place(users[0])}"
     return replace(reason, detail=detail, fix=fix if rest is None else f"{fix}; {_LOOP}", rest=rest)
