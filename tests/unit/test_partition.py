@@ -164,6 +164,21 @@ def test_too_small_a_partition_runs_plainly():
     assert small[0].fix == "set min_partition_ops to 1 to capture it"
 
 
+def test_what_leaves_too_little_to_a_partition_runs_early():
+    """The cosines stood between both exponentials, where a sum alone would be too small."""
+
+    def fn(x):
+        first = x.sin().sin()
+        waits = first.exp() + 1
+        cosines = first.cos().cos()
+        return waits.exp().tan().tan(), cosines
+
+    gm = fake_cuda_graph(fn, (4,))
+    partition(gm, unsafe_ops=frozenset(["aten::exp"]), min_partition_ops=2)
+    assert tags(gm) == ["captured_0", "eager_1", "captured_2"]
+    assert order(gm) == ["sin", "sin_1", "cos", "cos_1", "exp", "add", "exp_1", "tan", "tan_1"]
+
+
 @pytest.mark.parametrize(
     ("fn", "found"),
     [

@@ -1,16 +1,16 @@
 """Cut a graph into captured and eager partitions, reordered so that there are few of them.
 
 Note [Fewest switches]
-    Captured and eager stages alternate. Each group runs in the earliest stage of its kind that no predecessor forbids:
+    Captured and eager stages alternate. The early stage of a group is the first of its kind that no predecessor forbids:
     whatever an order with the same first kind has run after k switches, these stages have run too. So the better of both
-    first kinds has the fewest switches any order can have. What depends on the graph's inputs alone, such as casts of
-    weights and recomputed values, runs in the stage of its first reader: earlier it would only take memory.
+    first kinds has the fewest switches any order can have. The late stage of a group is the one in which it stood, if no
+    reader needs it before: gathered at the beginning, casts of weights and recomputed values would take memory. Early
+    stages are for graphs in which they leave so little to a later one that it is not worth a partition.
 """
 
 import itertools
-import math
 import operator
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -54,10 +54,15 @@ class Partition(Pass):
         captured = [reasons[group[0]] is None for group in groups]
         # A graph that is one partition is no splinter: it is captured if it does any work.
         minimum = 1 if all(captured) else self.min_partition_ops
-        order: Sequence[int] = range(len(groups))
+        work = {first: _launches(first) for first, *_ in groups}
+        found: Iterable[Sequence[int]] = [range(len(groups))]
         if not all(captured):
-            order = find_order(captured, _predecessors(gm, groups))
-        segments = _cut([(groups[at], reasons[groups[at][0]]) for at in order], minimum)
+            found = orders(captured, _predecessors(gm, groups))
+        cuts = (
+            _cut([(groups[at], reasons[groups[at][0]]) for at in order], work, minimum)
+            for order in found
+        )
+        segments = min(cuts, key=len)
         if len(segments) > 1:
             _reorder(gm, [node for segment in segments for group, _ in segment for node in group])
         for index, segment in enumerate(segments):
@@ -166,12 +171,14 @@ def _memory(node: fx.Node) -> frozenset[Hashable]:
     return frozenset(keys)
 
 
-def _cut(groups: Iterable[tuple[Group, Reason | None]], minimum: int) -> list[Segment]:
+def _cut(
+    groups: Iterable[tuple[Group, Reason | None]], work: Mapping[fx.Node, bool], minimum: int
+) -> list[Segment]:
     """Cut an order where the colour changes; what is too small to capture turns eager."""
     segments: list[Segment] = []
     for captured, run in itertools.groupby(groups, key=lambda group: group[1] is None):
         members: Segment = list(run)
-        count = sum(_launches(group[0]) for group, _ in members)
+        count = sum(work[group[0]] for group, _ in members)
         if captured and count < minimum:
             members = [(group, _too_small(group[0], count, minimum)) for group, _ in members]
         if segments and (segments[-1][0][1] is None) == (members[0][1] is None):
@@ -219,32 +226,30 @@ def _reorder(gm: fx.GraphModule, order: Iterable[fx.Node]) -> None:
         output.prepend(node)
 
 
-def find_order(captured: Sequence[bool], predecessors: Sequence[Iterable[int]]) -> Sequence[int]:
-    """Return an order of groups with the fewest switches, the original one if it has. See Note [Fewest switches]."""
-
-    def switches(order: Sequence[int]) -> int:
-        return sum(captured[a] != captured[b] for a, b in itertools.pairwise(order))
-
+def orders(
+    captured: Sequence[bool], predecessors: Sequence[Iterable[int]]
+) -> Iterator[Sequence[int]]:
+    """Orders of groups that may have the fewest switches, nearest to the original first. See Note [Fewest switches]."""
     original = range(len(captured))
-    staged = (_stages(captured, predecessors, first) for first in (True, False))
-    orders = (sorted(original, key=stages.__getitem__) for stages in staged)
-    return min([original, *orders], key=switches)
+    staged = [_stages(captured, predecessors, first) for first in (True, False)]
+    yield original
+    for stages in itertools.chain(*zip(*staged, strict=True)):
+        yield sorted(original, key=stages.__getitem__)
 
 
 def _stages(
     captured: Sequence[bool], predecessors: Sequence[Iterable[int]], first: bool
-) -> list[float]:
-    """Number of the stage in which each group runs, if the stages begin with a captured one or not."""
-    stages: list[float] = []
-    of_inputs: list[bool] = []
+) -> tuple[list[int], list[int]]:
+    """Number of the stage in which each group runs, late and early, if the stages begin with a captured one or not."""
+    early: list[int] = []
     for at, before in enumerate(predecessors):
-        earliest = (stages[b] + (captured[b] != captured[at]) for b in before)
-        stages.append(max(earliest, default=captured[at] != first))
-        of_inputs.append(all(of_inputs[b] for b in before))
-    latest = [math.inf] * len(stages)
-    for at in reversed(range(len(stages))):
-        if of_inputs[at] and latest[at] < math.inf:
-            stages[at] = latest[at]
+        behind = (early[b] + (captured[b] != captured[at]) for b in before)
+        early.append(max(behind, default=int(captured[at] != first)))
+    begun = list(itertools.accumulate(early, max))
+    late, latest = list(early), [max(early, default=0)] * len(early)
+    for at in reversed(range(len(late))):
+        limit = min(latest[at], begun[at] + 1)
+        late[at] = limit - (limit - early[at]) % 2  # the last one of its kind
         for b in predecessors[at]:
-            latest[b] = min(latest[b], stages[at] - (captured[b] != captured[at]))
-    return stages
+            latest[b] = min(latest[b], late[at] - (captured[b] != captured[at]))
+    return late, early
