@@ -140,6 +140,9 @@ class Arm:
             for optimizer in self.optimizers:
                 optimizer.step()
 
+    def nothing(self) -> None:
+        """Do nothing, where `run` does all of it."""
+
     def step(self, batch: Batch) -> torch.Tensor:
         """Run one whole step; return the loss."""
         self.begin()
@@ -188,14 +191,10 @@ class StepArm(Arm):
         train_step = importlib.import_module("cgpass").train_step
         self._step = train_step(loss_fn, self.optimizers, options=options)
 
-    def begin(self) -> None:
-        """The step drops the gradients."""
-
     def run(self, batch: Batch) -> torch.Tensor:
         return self._step(**batch)
 
-    def finish(self) -> None:
-        """The optimizer has run."""
+    begin = finish = Arm.nothing
 
 
 class GuardsArm(Arm):
@@ -213,8 +212,7 @@ class GuardsArm(Arm):
     def run(self, batch: Batch) -> torch.Tensor:
         return self._loss(batch)
 
-    def finish(self) -> None:
-        """There are no gradients."""
+    begin = finish = Arm.nothing
 
 
 class GraphedArm(Arm):
@@ -291,8 +289,7 @@ class LimitArm(Arm):
             super().finish()
         return result
 
-    def begin(self) -> None:
-        """The gradients are static: nothing to drop."""
+    begin = Arm.nothing  # the gradients are static
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Replay the graph."""

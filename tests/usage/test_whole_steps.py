@@ -215,6 +215,12 @@ def adagrad(params):
     return torch.optim.Adagrad(params, lr=0.01, fused=params[0].device.type == "cpu")
 
 
+def capturable(params):
+    """None of those with a fused step; on a GPU alone a graph can hold it."""
+    params = list(params)
+    return torch.optim.NAdam(params, lr=0.01, capturable=params[0].is_cuda)
+
+
 def three_alike():
     return nn.ParameterList([nn.Parameter(torch.ones(4, 8)) for _ in range(3)])
 
@@ -362,6 +368,7 @@ USES = {
     "steps by hand": use(every=steps_by_hand),
     "frozen now and then": use(every=toggle, whole=None),
     "adagrad": use(optimizer=adagrad, whole=0),
+    "capturable": use(optimizer=capturable, max_norm=1.0, whole=None),
     "nesterov": use(optimizer=fused(torch.optim.SGD, momentum=0.9, nesterov=True)),
     "bfloat16": use(
         make=lambda: MLP().bfloat16(),
@@ -755,6 +762,9 @@ def test_accumulation_adds_up(way):
             grads = programs.gradients(training.module)
             assert bool(grads) == ((number + 1) % 3 != 0)
             values += grads
+            if number == 3:  # they are the user's until the update
+                for parameter in training.module.parameters():
+                    parameter.grad.mul_(0.5)
         assert training.step.flush()
         assert not training.step.flush()
         assert not programs.gradients(training.module)
