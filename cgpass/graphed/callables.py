@@ -139,7 +139,7 @@ class GraphedFunction:
             pair, members = self._pair(owner)
             why = "it was recorded again more often than max_rerecords, or parameters are computed"
             if pair is not None:
-                why = pair.why_not(tensors)
+                why = pair.why_not(tensors, members)
                 if why is None:
                     return pair.structure.build(pair.run(tensors, members))
         return self._run_plainly(why, args, kwargs)
@@ -172,12 +172,13 @@ class GraphedFunction:
             key = fast.layouts(now), fast.requiring_grad(now)
         except (KeyError, TypeError, AttributeError):  # one was removed
             return None, []
-        pairs = self._pairs.get(key, [])
-        pair = next((each for each in pairs if each.is_free()), None)
-        if pair is None:
-            pair = self._record_again(owner, key, held=bool(pairs))
-            now = self.statics.now()  # a first run may make some
-        return pair, now if pair is None else pair.take(now)
+        pairs = self._pairs.get(key, ())
+        for pair in pairs:
+            if pair.is_free():
+                return pair, pair.take(now)
+        again = self._record_again(owner, key, held=bool(pairs))
+        now = self.statics.now()  # a first run may make some
+        return again, now if again is None else again.take(now)
 
     def _run_plainly(self, why: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.stats.plain_calls += 1

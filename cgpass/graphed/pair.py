@@ -289,13 +289,16 @@ class Pair:
         call = None if self._call is None else self._call()
         return not self.closed and (call is None or call.pair is None)
 
-    def why_not(self, tensors: Sequence[torch.Tensor]) -> str | None:
+    def why_not(
+        self, tensors: Sequence[torch.Tensor], members: Sequence[torch.Tensor]
+    ) -> str | None:
         """Why a replay can't take these arguments."""
+        if not (self._strides or self._written):
+            return None
         names = self.description.binding.names
         for i, stride in self._strides:
             if tensors[i].stride() != stride:
                 return f"{names[i]}, which results are views of, has another memory layout than the sample"
-        members = self.description.statics.now()
         if self._written and shared_with_written([*tensors, *members], self._written):
             written = " or ".join(names[i] for i in self._written)
             return f"{written}, which it writes, shares memory with something else that it is given"
@@ -434,21 +437,31 @@ def _gradient_of(result: torch.Tensor) -> torch.Tensor:
     return like.zero_()
 
 
-@torch_private.outside_dynamo
 def _run_backward(call: Call, saved: list[Any] | None, grads: list[Any] | None) -> list[Any]:
     """See `fast.attach`. A backward may be called in what Dynamo runs, and would be traced."""
+    run = _backward if torch_private.frame_callback() is None else _untraced
+    return run(call, saved, grads)
+
+
+def _backward(call: Call, saved: list[Any] | None, grads: list[Any] | None) -> list[Any]:
     if saved is None or grads is None:
         raise GraphedBackwardError(
             f"{call.name}: gradients of its gradients were asked for, and none are recorded. Call the original there."
         )
     if call.pair is None:
         raise GraphedBackwardError(f"{call.name}: a second backward through one forward.")
+    saved.clear()
     try:
-        with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
-            return call.pair.backward(call, grads)  # with create_graph=True it is enabled
+        if not torch.is_grad_enabled():
+            return call.pair.backward(call, grads)
+        with torch.no_grad():  # of create_graph=True
+            return call.pair.backward(call, grads)
     except BaseException:
         mend(open_modes)  # at once: by the next call the user may have set random numbers
         raise
+
+
+_untraced = torch_private.outside_dynamo(_backward)
 
 
 class _Given(torch.autograd.Function):
