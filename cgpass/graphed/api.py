@@ -51,8 +51,8 @@ def make_graphed_callables(
         callables: A module, a function, or a tuple of them.
         sample_args: Arguments of one call, as a tuple; for a tuple of callables one such tuple each (with an order:
             each chunk, microbatch and layer). Nested structures and values that are no tensors are taken; the latter
-            must be the same in every call. `requires_grad` must be as in the calls, and so must be which arguments are
-            one tensor.
+            must be the same in every call, but for flags (`bool`), of which other ones are recorded, too.
+            `requires_grad` must be as in the calls, and so must be which arguments are one tensor.
         sample_kwargs: Keyword arguments in the same way.
         modules: Those that a function uses: their parameters get gradients, and where these lie, their buffers and
             their modes are looked at. For a tuple of callables one such sequence each. A module, or a method of one,
@@ -183,7 +183,9 @@ def _record(
     grads: dict[int, Any] = {}
     try:
         with prepared(options, owner.driver.device), owner.lock:
-            pairs = [Pair(d, owner, None if d.makes_weight_grads else 0) for d in functions]
+            slots = [None if d.makes_weight_grads else 0 for d in functions]
+            described = zip(functions, slots, strict=True)
+            pairs = [Pair(d, owner, d.binding.flags, slot) for d, slot in described]
             run_hook(options.warmup_hooks, "pre_warmup")
             for number in [number for is_forward, number in steps if is_forward]:
                 pairs[number].warm_up(options.num_warmup_iters, in_pool=True)

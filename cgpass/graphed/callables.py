@@ -23,8 +23,8 @@ from cgpass.telemetry import new_call_stats
 
 log = logging.getLogger(__name__)
 
-Key = tuple[bytes, bytes]
-"""Where parameters and buffers lie, and which of them require grad."""
+Key = tuple[bytes, bytes, tuple[bool, ...]]
+"""Where parameters and buffers lie, which of them require grad, and flags among the arguments."""
 
 
 @contextlib.contextmanager
@@ -98,7 +98,7 @@ class GraphedFunction:
 
     def add(self, pair: Pair) -> None:
         """Take a recording."""
-        key = pair.key, fast.requiring_grad(self.statics.now())
+        key = pair.key, fast.requiring_grad(self.statics.now()), pair.flags
         self._pairs.setdefault(key, []).append(pair)
 
     # ---- a call
@@ -130,13 +130,13 @@ class GraphedFunction:
         if owner is None or owner.closed or owner.driver.is_capturing():
             return self._run_plainly(None, args, kwargs)
         why = self._why_plain()
-        tensors = self.binding.bind(args, kwargs) if why is None else None
+        tensors, flags = (None, ()) if why else self.binding.bind(args, kwargs)
         if tensors is None:
             why = why or "other arguments are one tensor than in the sample"
             return self._run_plainly(why, args, kwargs)
         with owner.lock:
             owner.enter_call()
-            pair, members = self._pair(owner)
+            pair, members = self._pair(owner, flags)
             why = "it was recorded again more often than max_rerecords, or parameters are computed"
             if pair is not None:
                 why = pair.why_not(tensors, members)
@@ -165,11 +165,13 @@ class GraphedFunction:
             return f"{changes} changed since it was recorded (reset() has it recorded again)"
         return None
 
-    def _pair(self, owner: Owner) -> tuple[Pair | None, list[torch.Tensor]]:
+    def _pair(
+        self, owner: Owner, flags: tuple[bool, ...]
+    ) -> tuple[Pair | None, list[torch.Tensor]]:
         """The pair to be replayed, and parameters and buffers as they are."""
         try:
             now = self.statics.now()
-            key = fast.layouts(now), fast.requiring_grad(now)
+            key = fast.layouts(now), fast.requiring_grad(now), flags
         except (KeyError, TypeError, AttributeError):  # one was removed
             return None, []
         pairs = self._pairs.get(key, ())
@@ -189,7 +191,7 @@ class GraphedFunction:
     # ---- recording again
 
     def _record_again(self, owner: Owner, key: Key, *, held: bool) -> Pair | None:
-        """Record for parameters elsewhere, or beside what a pending call needs; None if that can't be."""
+        """Record for parameters elsewhere, other flags, or beside what a pending call needs; None if that can't be."""
         statics, again = self.statics, bool(self._pairs)
         if again:
             # Parameters that are computed in each call (functional_call) lie elsewhere each time.
@@ -199,9 +201,9 @@ class GraphedFunction:
             self._num_rerecords += 1
             self.stats.rerecordings += 1
             why = "tensors kept beside autograd wait for their backward"
-            why = why if held else "parameters or buffers moved"
+            why = why if held else "parameters or buffers moved, or flags are others"
             log.info("%s records again (%d): %s", self.name, self._num_rerecords, why)
-        pair = Pair(self, owner)
+        pair = Pair(self, owner, key[2])
         owner.driver.prepare_thread()
         hooked = statics.left_in_place() if self.hooks else contextlib.nullcontext()
         try:

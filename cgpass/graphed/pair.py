@@ -68,9 +68,11 @@ class Call:
 class Pair:
     """Recordings of one forward and of its backward. See Note [What a call of a pair does]."""
 
-    def __init__(self, d: "GraphedFunction", owner: Owner, slot: int | None = None) -> None:
+    def __init__(
+        self, d: "GraphedFunction", owner: Owner, flags: tuple[bool, ...], slot: int | None = None
+    ) -> None:
         """Args: slot: where it is recorded; in a pool of its own if None."""
-        self.description, self._owner, self._slot = d, owner, slot
+        self.description, self._owner, self.flags, self._slot = d, owner, flags, slot
         self.closed = False
         self.graph: Differentiated
         self.key = b""
@@ -174,9 +176,9 @@ class Pair:
         d = self.description
         samples: list[Any] = d.binding.samples
         samples = _copies(samples) if warms_up else samples
-        arguments = d.binding.call(samples)
+        arguments = d.binding.call(samples, self.flags)
         d.run_hook("pre_forward", *arguments)
-        graph = self.graph = Differentiated(d, warms_up=warms_up)
+        graph = self.graph = Differentiated(d, self.flags, warms_up=warms_up)
         members = d.statics.distinct()
         members = _copies(members) if warms_up else members
         num_results = 0
