@@ -194,9 +194,8 @@ def _record(
                 if is_forward:
                     held[number] = pairs[number].record_forward()
                     continue
-                if pairs[number].graph.with_grad:
-                    found = grads[-1] = pairs[number].record_backward(*held[number])
-                    grads.setdefault(numbers[number], found)
+                found = grads[-1] = pairs[number].record_backward(*held[number])
+                grads.setdefault(numbers[number], found)
                 del held[number]
             for function, pair in zip(functions, pairs, strict=True):
                 function.add(pair)

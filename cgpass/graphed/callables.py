@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cgpass import torch_private
-from cgpass.errors import CaptureError, GraphedArgumentError
+from cgpass.errors import CaptureError
 from cgpass.graphed.binding import Binding, OutputStructure
 from cgpass.graphed.modules import Statics, Target
 from cgpass.graphed.options import GraphedOptions, Hooks, run_hook
@@ -57,6 +57,7 @@ class GraphedFunction:
     ) -> None:
         """Args: owner: what records; None to run without a graph always."""
         self.name = self.__name__ = target.name
+        self.refusal = target.refusal
         self.ungraphed: Callable[..., Any] = target.run
         """What runs the callable without a graph."""
         self.stats = new_call_stats(target.name)
@@ -209,7 +210,7 @@ class GraphedFunction:
         try:
             with hooked, prepared(self.options, owner.driver.device):
                 pair.warm_up(1, in_pool=False)
-                pair.record()
+                pair.record_backward(*pair.record_forward())
         except BaseException as error:
             pair.close()
             if not again or not isinstance(error, CaptureError):
@@ -229,10 +230,6 @@ class GraphedFunction:
         if why is not None:
             raise self.refusal(f"returns {why}")
         self.structure = structure
-
-    def refusal(self, why: str) -> GraphedArgumentError:
-        """Return what is raised where it can't be recorded."""
-        return GraphedArgumentError(f"make_graphed_callables: {self.name} {why}.")
 
     # ---- end
 

@@ -110,12 +110,6 @@ class Pair:
                 iterations = max(iterations, 2)
         del self.graph  # which holds arguments
 
-    def record(self) -> None:
-        """Record the forward and its backward, if it has one."""
-        held = self.record_forward()
-        if self.graph.with_grad:
-            self.record_backward(*held)
-
     def record_forward(self) -> tuple[list[Any], list[Any], list[Any]]:
         """Record the forward; returns results, saved tensors and members of a call, which leaves all as it was."""
         if self._slot is None:
@@ -163,12 +157,12 @@ class Pair:
     def record_backward(
         self, results: Sequence[Any], saved: list[Any], members: Sequence[Any]
     ) -> list[torch.Tensor]:
-        """Record the backward for saved tensors where they lie; returns tensors where its gradients will lie.
+        """Record the backward, if there is one, for saved tensors where they lie; returns where its gradients will lie.
 
         Gradients are taken laid out as results are.
         """
         grads = [_gradient_of(results[n]) for n in self.graph.with_grad]
-        return self._backward(self._record, saved, members, grads)
+        return self._backward(self._record, saved, members, grads) if grads else []
 
     def _forward(
         self, execute: Execute, *, warms_up: bool
@@ -196,7 +190,7 @@ class Pair:
         kinds = [InputKind.COPIED] * len(samples) + [InputKind.STATIC] * len(members)
         outputs = execute(fn, [*samples, *members], kinds, "forward")
         results, saved = outputs[:num_results], outputs[num_results:]
-        self._num_results, self._num_saved = num_results, len(saved)
+        self._num_saved = len(saved)
         self._wanted = tuple(sorted(graph.reached))
         assert d.structure is not None
         self.structure = d.structure
