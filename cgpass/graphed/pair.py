@@ -125,7 +125,6 @@ class Pair:
         self._nothing = [None] * (len(saved) + len(members))
         """In place of what a backward reads where it lies."""
         self.key = fast.layouts(self.description.statics.now())
-        self._own_key = fast.layouts(members)
         forward.hand_out(first)
         self._written = [i for i in sorted(forward.written) if i < end]
         self._counted = [k for k in range(len(members)) if end + k in graph.written]
@@ -336,7 +335,7 @@ class Pair:
         return outputs
 
     def backward(self, call: Call, grads: list[Any]) -> list[Any]:
-        """Gradients for what a call wanted some for; empties the list."""
+        """Gradients for what a call wanted some for."""
         owner, d, backward = self._owner, self.description, self._recordings.get("backward")
         call.ended = bool(self._token) and not torch_private.keeps_graph()
         with owner.lock:
@@ -397,7 +396,7 @@ class Pair:
                 f"{call.name}: its graphs were freed between a backward and its backward_dw()."
             )
         with owner.lock, torch.no_grad():
-            if fast.layouts(members) != self._own_key:
+            if fast.layouts(members) != self._backward_key:
                 raise StaticInputMovedError(
                     f"{call.name}: parameters moved between a backward and its backward_dw(). Keep them where they are."
                 )
