@@ -51,7 +51,7 @@ def make_graphed_callables(
         callables: A module, a function, or a tuple of them.
         sample_args: The arguments of one call, as a tuple. For a tuple of callables, one such tuple each (with an order: each
             chunk, microbatch and layer). Nested structures and values that are not tensors are allowed; such values must be
-            the same in every call. `requires_grad` must be as in the calls, and so must be which arguments are the same
+            the same in every call, except flags (`bool`): each combination is recorded. `requires_grad` must be as in the calls, and so must be which arguments are the same
             tensor.
         sample_kwargs: Keyword arguments in the same way.
         modules: The modules that a function uses. Their parameters get gradients; calls check addresses of parameters and
@@ -182,7 +182,9 @@ def _record(
     grads: dict[int, Any] = {}
     try:
         with prepared(options, owner.driver.device), owner.lock:
-            pairs = [Pair(d, owner, None if d.makes_weight_grads else 0) for d in functions]
+            slots = [None if d.makes_weight_grads else 0 for d in functions]
+            described = zip(functions, slots, strict=True)
+            pairs = [Pair(d, owner, d.binding.flags, slot) for d, slot in described]
             run_hook(options.warmup_hooks, "pre_warmup")
             for number in [number for is_forward, number in steps if is_forward]:
                 pairs[number].warm_up(options.num_warmup_iters, in_pool=True)
@@ -191,9 +193,8 @@ def _record(
                 if is_forward:
                     held[number] = pairs[number].record_forward()
                     continue
-                if pairs[number].graph.with_grad:
-                    found = grads[-1] = pairs[number].record_backward(*held[number])
-                    grads.setdefault(numbers[number], found)
+                found = grads[-1] = pairs[number].record_backward(*held[number])
+                grads.setdefault(numbers[number], found)
                 del held[number]
             for function, pair in zip(functions, pairs, strict=True):
                 function.add(pair)

@@ -35,6 +35,9 @@ class Binding:
         self._names = _names(args, kwargs, len(leaves))
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._constants = [(i, v) for i, v in enumerate(leaves) if i not in self._places]
+        self._flag_places = [i for i, v in self._constants if type(v) is bool]
+        self.flags = tuple(leaves[i] for i in self._flag_places)
+        """The sample's flags; each combination of others is recorded, too."""
         is_simple = not kwargs and all(isinstance(arg, torch.Tensor) for arg in args)
         self._num_tensors = len(args) if is_simple else -1
         """How many arguments there are, if these are tensors, not given by keyword."""
@@ -54,23 +57,27 @@ class Binding:
         self.names = [self._names[self._places[number]] for number in self._distinct]
         """What the user calls them, each in the first of its places."""
 
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
-        """The tensors of a call, in the order of `samples`; None where other ones are one tensor than in the sample.
+    def bind(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[torch.Tensor] | None, tuple[bool, ...]]:
+        """The tensors of a call, in the order of `samples`, and its flags; None where other ones are one tensor.
 
         Raises:
             InputError: The call does not fit the sample; says where.
         """
-        tensors = self._tensors(args, kwargs)
+        tensors, flags = self._tensors(args, kwargs)
         if not fast.fits(tensors, self._likes, self._may_require_grad):
             raise self._misfit(tensors)
         if len(tensors) > 1 and firsts(tensors) != self._firsts:
-            return None
-        return [tensors[i] for i in self._distinct]
+            return None, flags
+        return [tensors[i] for i in self._distinct], flags
 
-    def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Return the arguments in the places of the sample's tensors."""
+    def _tensors(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[torch.Tensor], tuple[bool, ...]]:
+        """Return what is in the places of the sample's tensors, and of its flags."""
         if len(args) == self._num_tensors and not kwargs:
-            return list(args)
+            return list(args), ()
         leaves, spec = _flattened(args, kwargs)
         if spec != self._spec:
             raise InputError(
@@ -78,17 +85,20 @@ class Binding:
                 f"{spec}. Call it as the sample does, with the keys of dictionaries in the same order."
             )
         for i, value in self._constants:
-            if not equal(leaves[i], value):
+            are_flags = type(leaves[i]) is type(value) is bool
+            if not are_flags and not equal(leaves[i], value):
                 raise InputError(
                     f"{self._name}: {self._names[i]} was {value!r:.60} when it was recorded and is {leaves[i]!r:.60} "
                     "now; the graph has the recorded value in it. Pass the same, or record another callable for it."
                 )
-        return [leaves[i] for i in self._places]
+        return [leaves[i] for i in self._places], tuple(leaves[i] for i in self._flag_places)
 
-    def call(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments with other tensors in the places of `samples`."""
+    def call(
+        self, tensors: Sequence[torch.Tensor], flags: Sequence[bool]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments with other tensors in the places of `samples`, and other flags."""
         leaves: list[Any] = [None] * len(self._names)
-        for i, value in self._constants:
+        for i, value in [*self._constants, *zip(self._flag_places, flags, strict=True)]:
             leaves[i] = value
         given = dict(zip(self._distinct, tensors, strict=True))
         for i, first in zip(self._places, self._firsts, strict=True):

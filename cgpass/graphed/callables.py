@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cgpass import torch_private
-from cgpass.errors import CaptureError, GraphedArgumentError
+from cgpass.errors import CaptureError
 from cgpass.graphed.binding import Binding, OutputStructure
 from cgpass.graphed.modules import Statics, Target
 from cgpass.graphed.options import GraphedOptions, Hooks, run_hook
@@ -23,8 +23,8 @@ from cgpass.telemetry import new_call_stats
 
 log = logging.getLogger(__name__)
 
-Key = tuple[bytes, bytes]
-"""Where parameters and buffers lie, and which of them require grad."""
+Key = tuple[bytes, bytes, tuple[bool, ...]]
+"""Where parameters and buffers lie, which of them require grad, and flags among the arguments."""
 
 
 @contextlib.contextmanager
@@ -57,6 +57,7 @@ class GraphedFunction:
     ) -> None:
         """Args: owner: what records; None to run without a graph always."""
         self.name = self.__name__ = target.name
+        self.refusal = target.refusal
         self.ungraphed: Callable[..., Any] = target.run
         """What runs the callable without a graph."""
         self.stats = new_call_stats(target.name)
@@ -98,7 +99,7 @@ class GraphedFunction:
 
     def add(self, pair: Pair) -> None:
         """Take a recording."""
-        key = pair.key, fast.requiring_grad(self.statics.now())
+        key = pair.key, fast.requiring_grad(self.statics.now()), pair.flags
         self._pairs.setdefault(key, []).append(pair)
 
     # ---- a call
@@ -130,16 +131,16 @@ class GraphedFunction:
         if owner is None or owner.closed or owner.driver.is_capturing():
             return self._run_plainly(None, args, kwargs)
         why = self._why_plain()
-        tensors = self.binding.bind(args, kwargs) if why is None else None
+        tensors, flags = (None, ()) if why else self.binding.bind(args, kwargs)
         if tensors is None:
             why = why or "in the sample, other arguments were the same tensor"
             return self._run_plainly(why, args, kwargs)
         with owner.lock:
             owner.enter_call()
-            pair, members = self._pair(owner)
+            pair, members = self._pair(owner, flags)
             why = "it was recorded again more often than max_rerecords, or parameters are computed"
             if pair is not None:
-                why = pair.why_not(tensors)
+                why = pair.why_not(tensors, members)
                 if why is None:
                     return pair.structure.build(pair.run(tensors, members))
         return self._run_plainly(why, args, kwargs)
@@ -165,19 +166,22 @@ class GraphedFunction:
             return f"{changes} changed since it was recorded (reset() makes it record again)"
         return None
 
-    def _pair(self, owner: Owner) -> tuple[Pair | None, list[torch.Tensor]]:
+    def _pair(
+        self, owner: Owner, flags: tuple[bool, ...]
+    ) -> tuple[Pair | None, list[torch.Tensor]]:
         """The pair to be replayed, and parameters and buffers as they are."""
         try:
             now = self.statics.now()
-            key = fast.layouts(now), fast.requiring_grad(now)
+            key = fast.layouts(now), fast.requiring_grad(now), flags
         except (KeyError, TypeError, AttributeError):  # one was removed
             return None, []
-        pairs = self._pairs.get(key, [])
-        pair = next((each for each in pairs if each.is_free()), None)
-        if pair is None:
-            pair = self._record_again(owner, key, held=bool(pairs))
-            now = self.statics.now()  # a first run may make some
-        return pair, now if pair is None else pair.take(now)
+        pairs = self._pairs.get(key, ())
+        for pair in pairs:
+            if pair.is_free():
+                return pair, pair.take(now)
+        again = self._record_again(owner, key, held=bool(pairs))
+        now = self.statics.now()  # a first run may make some
+        return again, now if again is None else again.take(now)
 
     def _run_plainly(self, why: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.stats.plain_calls += 1
@@ -188,7 +192,7 @@ class GraphedFunction:
     # ---- recording again
 
     def _record_again(self, owner: Owner, key: Key, *, held: bool) -> Pair | None:
-        """Record for parameters elsewhere, or beside what a pending call needs; None if that can't be."""
+        """Record for parameters elsewhere, other flags, or beside what a pending call needs; None if that can't be."""
         statics, again = self.statics, bool(self._pairs)
         if again:
             # Parameters that are computed in each call (functional_call) lie elsewhere each time.
@@ -198,15 +202,15 @@ class GraphedFunction:
             self._num_rerecords += 1
             self.stats.rerecordings += 1
             why = "tensors kept beside autograd wait for their backward"
-            why = why if held else "parameters or buffers moved"
+            why = why if held else "parameters or buffers moved, or flags are others"
             log.info("%s records again (%d): %s", self.name, self._num_rerecords, why)
-        pair = Pair(self, owner)
+        pair = Pair(self, owner, key[2])
         owner.driver.prepare_thread()
         hooked = statics.left_in_place() if self.hooks else contextlib.nullcontext()
         try:
             with hooked, prepared(self.options, owner.driver.device):
                 pair.warm_up(1, in_pool=False)
-                pair.record()
+                pair.record_backward(*pair.record_forward())
         except BaseException as error:
             pair.close()
             if not again or not isinstance(error, CaptureError):
@@ -226,10 +230,6 @@ class GraphedFunction:
         if why is not None:
             raise self.refusal(f"returns {why}")
         self.structure = structure
-
-    def refusal(self, why: str) -> GraphedArgumentError:
-        """Return the error for a callable that can't be recorded."""
-        return GraphedArgumentError(f"make_graphed_callables: {self.name} {why}.")
 
     # ---- end
 

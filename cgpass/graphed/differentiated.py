@@ -46,9 +46,9 @@ _REENTRANT = "CheckpointFunctionBackward"
 class Differentiated:
     """One run of a callable under autograd, and its backward as a function."""
 
-    def __init__(self, d: "GraphedFunction", *, warms_up: bool) -> None:
+    def __init__(self, d: "GraphedFunction", flags: tuple[bool, ...], *, warms_up: bool) -> None:
         """Describe a run. See Note [A backward with explicit saved tensors]."""
-        self._d, self._warms_up = d, warms_up
+        self._d, self._flags, self._warms_up = d, flags, warms_up
         self._stand_ins = [
             like_leaf(t, t.new_empty(0), t.requires_grad) for t in d.statics.distinct()
         ]
@@ -87,7 +87,7 @@ class Differentiated:
         self._inputs = list(map(like_leaf, binding.samples, places, binding.requires_grad))
         del places
         versions = [t._version for t in self._leaves()]
-        args, kwargs = binding.call(self._inputs)
+        args, kwargs = binding.call(self._inputs, self._flags)
         self._first_node = torch_private.next_number()
         with (
             torch_private.autocast_cache_off(),

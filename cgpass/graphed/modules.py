@@ -73,33 +73,34 @@ class Target:
     def _check(self) -> None:
         strange = [each for each in self.modules if not isinstance(each, torch.nn.Module)]
         if strange:
-            raise self._refusal(
+            raise self.refusal(
                 f"was given with {type(strange[0]).__name__} among its modules. Give modules, as in modules=(model,)"
             )
         for path, inner in _named(self.modules):
             kinds = {base.__name__ for base in type(inner).__mro__ if "torch." in base.__module__}
             kind = type(inner).__name__ + f" at {path!r}" * bool(path)
             if kinds.intersection(_WRAPPERS):
-                raise self._refusal(
+                raise self.refusal(
                     f"has a wrapped module, a {kind}, whose hooks no replay runs. Record the module inside, then wrap"
                 )
             if "ScriptModule" in kinds:
-                raise self._refusal(f"has a TorchScript module, a {kind}. Give the original")
+                raise self.refusal(f"has a TorchScript module, a {kind}. Give the original")
             if "LazyModuleMixin" in kinds:  # of another class from its first call on
-                raise self._refusal(
+                raise self.refusal(
                     f"has a lazy module that has not run yet, a {kind}: call it once"
                 )
         given: Any = vars(self.given) if self.is_module else {}
         hooks = [kind for kind in _OWN_HOOKS if given.get(kind)]
         if hooks:
-            raise self._refusal(
+            raise self.refusal(
                 f"has hooks ({hooks[0].strip('_')}), which a replay would not run. Register them on what "
                 "make_graphed_callables returns, or use capture_time_hooks"
             )
         if given.get("_compiled_call_impl") is not None:
-            raise self._refusal("was compiled in place. Give what torch.compile(module) returns")
+            raise self.refusal("was compiled in place. Give what torch.compile(module) returns")
 
-    def _refusal(self, why: str) -> GraphedArgumentError:
+    def refusal(self, why: str) -> GraphedArgumentError:
+        """Return what is raised where it can't be recorded."""
         return GraphedArgumentError(f"make_graphed_callables: {self.name} {why}.")
 
     def statics(self, device: torch.device) -> "Statics":

@@ -1,11 +1,10 @@
 """`Pair`: one forward and its backward, as they are warmed up, recorded and replayed.
 
 Note [What a call of a pair does]
-    A replay of the forward hands out results and saved tensors, and one node of autograd's graph keeps the latter, as
-    for a compiled function. Its backward reads them where the forward put them. What a replay would overwrite is moved
-    before, saved tensors of pending calls too, and a backward whose saved tensors were moved (by that, or by hooks that
-    offload them), or that others hold, has them copied back. So the numbers are right in any order of calls, and calls
-    in the order of the recordings replay and nothing else.
+    A replay of the forward hands out results. What it saved stays where it put it, and a call that has a backward holds
+    the storages there: no tensor is made for it. What a replay would overwrite is moved before, saved tensors of pending
+    calls too, and those that were moved are copied back for their backward. So the numbers are right in any order of
+    calls, and calls in the order of the recordings replay and nothing else.
 
 Note [Autograd's engine and captures]
     The engine runs nodes on the stream of their forward, which for a captured graph is the side stream, and in a thread
@@ -31,8 +30,7 @@ from cgpass.recompute.states import CheckpointStates
 from cgpass.runtime import fast
 from cgpass.runtime.changes import mend, open_modes
 from cgpass.runtime.driver import is_capture_error
-from cgpass.runtime.inputs import Layout, copy_all, overlaps_itself, shared_with_written
-from cgpass.runtime.outputs import alias_of_input
+from cgpass.runtime.inputs import Layout, overlaps_itself, shared_with_written
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recorder, Recording
 from cgpass.telemetry import progress
@@ -51,26 +49,30 @@ class Call:
     of it for ever, since Python's garbage collector does not see into the node.
     """
 
-    __slots__ = ("__weakref__", "ended", "members", "name", "pair", "position")
+    __slots__ = ("__weakref__", "ended", "held", "members", "name", "pair", "position")
 
     def __init__(self, pair: "Pair", members: list[torch.Tensor], position: Any) -> None:
         """Args: members: Parameters and buffers of the forward, held as autograd would."""
         self.pair: Pair | None = pair
         self.name, self.members, self.position = pair.description.name, members, position
+        self.held = pair.kept_storages()
+        """What has saved tensors in it."""
         self.ended = False
         """True once no further backward may come."""
 
     def settle(self) -> None:
         """Nothing more is to come."""
-        self.pair, self.members = None, []
+        self.pair, self.members, self.held = None, [], []
 
 
 class Pair:
     """Recordings of one forward and of its backward. See Note [What a call of a pair does]."""
 
-    def __init__(self, d: "GraphedFunction", owner: Owner, slot: int | None = None) -> None:
+    def __init__(
+        self, d: "GraphedFunction", owner: Owner, flags: tuple[bool, ...], slot: int | None = None
+    ) -> None:
         """Args: slot: where it is recorded; in a pool of its own if None."""
-        self.description, self._owner, self._slot = d, owner, slot
+        self.description, self._owner, self.flags, self._slot = d, owner, flags, slot
         self.closed = False
         self.graph: Differentiated
         self.key = b""
@@ -78,8 +80,8 @@ class Pair:
         self._states = CheckpointStates(owner.driver.device, d.options.rng_tracker)
         self._generators: list[torch.Generator] = []
         self._recordings: dict[str, Recording] = {}
-        self._homes: dict[int, int] = {}
-        """Saved tensors of the forward's own memory, and which of its tensors they are."""
+        self._homes: dict[int, tuple[int, int]] = {}
+        """Saved tensors of the forward's own memory: which of its tensors they are, and which of `_kept` they lie in."""
         self._keeps_memory = False
         """True if something keeps memory of the pool that does not tell."""
         self._split_off: list[int] = []
@@ -108,12 +110,6 @@ class Pair:
                 iterations = max(iterations, 2)
         del self.graph  # which holds arguments
 
-    def record(self) -> None:
-        """Record the forward and its backward, if it has one."""
-        held = self.record_forward()
-        if self.graph.with_grad:
-            self.record_backward(*held)
-
     def record_forward(self) -> tuple[list[Any], list[Any], list[Any]]:
         """Record the forward; returns results, saved tensors and members of a call, which leaves all as it was."""
         if self._slot is None:
@@ -124,32 +120,48 @@ class Pair:
     def _sort(self, results: Sequence[Any], saved: Sequence[Any], members: Sequence[Any]) -> None:
         """Derive the work of each call from what was recorded, while parameters and buffers are where they were read."""
         forward, graph, inputs = self.forward, self.graph, self.description.binding.samples
-        first, end = len(results), len(inputs)
+        first = len(results)
+        end = self._num_inputs = len(inputs)
+        self._nothing = [None] * (len(saved) + len(members))
+        """In place of what a backward reads where it lies."""
         self.key = fast.layouts(self.description.statics.now())
-        self._own_key = fast.layouts(members)
+        forward.hand_out(first)
         self._written = [i for i in sorted(forward.written) if i < end]
         self._counted = [k for k in range(len(members)) if end + k in graph.written]
         self._given = [n for n in forward.aliases if n in graph.with_grad]
         self._strides = [(i, inputs[i].stride()) for i in forward.viewed if i < end]
-        self._homes = {n - first: k for n, k in forward.own.items() if n >= first}
-        places = {t.untyped_storage().data_ptr(): k for k, t in enumerate(members)}
-        found = [(i, alias_of_input(t, members, places)) for i, t in enumerate(saved)]
-        self._views = [(i, alias) for i, alias in found if alias and i not in self._homes]
+        blocks = forward.memory.blocks()
+        own = {n: k for n, k in forward.own.items() if k in blocks}
+        self._kept = sorted({blocks[k] for n, k in own.items() if n >= first})
+        """Blocks that have saved tensors."""
+        self._take_kept = fast.taker(tuple(self._kept))
+        index = {block: k for k, block in enumerate(self._kept)}
+        self._homes = {n - first: (k, index[blocks[k]]) for n, k in own.items() if n >= first}
+        self._views = {n - first: a for n, a in forward.views.items() if n >= first}
         """Saved tensors that are views of parameters or buffers."""
+        others = self._homes.keys() | self._views.keys()
+        self._constants = [None if i in others else t for i, t in enumerate(saved)]
+        shared = [n for n, k in own.items() if n < first and blocks[k] in index]
+        self._take_shared = fast.taker(tuple(shared))
+        """Takes results that share memory with saved tensors, so may not be written until the backward."""
         self._edges = tuple(range(len(self._wanted)))
-        self._take_wanted, self._take_read = fast.taker(self._wanted), fast.taker(tuple(graph.read))
+        self._take_wanted = fast.taker(self._wanted)
+        read = graph.read.union(alias.index - end for alias in self._views.values())
+        self._take_read = fast.taker(tuple(read))
+        self._token = (torch.empty(0, device="cpu"),) if saved or read else ()
+        """What autograd's node saves, to refuse a second backward where eager does."""
         self.take = fast.taker(self.description.statics.firsts())
         """Takes each parameter and buffer once."""
 
     def record_backward(
         self, results: Sequence[Any], saved: list[Any], members: Sequence[Any]
     ) -> list[torch.Tensor]:
-        """Record the backward for saved tensors where they lie; returns tensors where its gradients will lie.
+        """Record the backward, if there is one, for saved tensors where they lie; returns where its gradients will lie.
 
         Gradients are taken laid out as results are.
         """
         grads = [_gradient_of(results[n]) for n in self.graph.with_grad]
-        return self._backward(self._record, saved, members, grads)
+        return self._backward(self._record, saved, members, grads) if grads else []
 
     def _forward(
         self, execute: Execute, *, warms_up: bool
@@ -157,9 +169,9 @@ class Pair:
         d = self.description
         samples: list[Any] = d.binding.samples
         samples = _copies(samples) if warms_up else samples
-        arguments = d.binding.call(samples)
+        arguments = d.binding.call(samples, self.flags)
         d.run_hook("pre_forward", *arguments)
-        graph = self.graph = Differentiated(d, warms_up=warms_up)
+        graph = self.graph = Differentiated(d, self.flags, warms_up=warms_up)
         members = d.statics.distinct()
         members = _copies(members) if warms_up else members
         num_results = 0
@@ -177,7 +189,7 @@ class Pair:
         kinds = [InputKind.COPIED] * len(samples) + [InputKind.STATIC] * len(members)
         outputs = execute(fn, [*samples, *members], kinds, "forward")
         results, saved = outputs[:num_results], outputs[num_results:]
-        self._num_results, self._num_saved = num_results, len(saved)
+        self._num_saved = len(saved)
         self._wanted = tuple(sorted(graph.reached))
         assert d.structure is not None
         self.structure = d.structure
@@ -199,6 +211,7 @@ class Pair:
         args = [*saved, *members, *grads]
         saved.clear()
         grads.clear()
+        self._backward_key = fast.layouts(members)  # by now hooks may have moved them
         found = execute(self._run_graph, args, kinds, "backward")
         if d.makes_weight_grads is not None:
             execute(self._make_weight_grads, list(members), static, "backward_dw")
@@ -232,8 +245,6 @@ class Pair:
         kinds += [InputKind.GENERATOR] * len(self._generators)
         infos = [InputInfo(f"input {i}", kind) for i, kind in enumerate(kinds)]
         layout = Layout(infos, check_static=True, check_layout=False)
-        if what == "backward":
-            self._layout, self._key = layout, layout.static_key(args)
         owner.begin_recording(slot)
         before = owner.driver.live_blocks(slot)
         shares = not d.keeps_inputs
@@ -245,6 +256,9 @@ class Pair:
         self._recordings[what] = recording
         d.stats.recordings += 1
         if not is_forward:
+            if what == "backward":
+                kept = {self._kept[self._homes[i][1]] for i in recording.consumes}
+                self._consumed = {0: tuple(sorted(kept))}
             return recording.memory.aliases()
         self.forward = recording
         kept = owner.driver.live_blocks(slot).keys() - before.keys()
@@ -258,6 +272,10 @@ class Pair:
 
     # ---- calls
 
+    def kept_storages(self) -> list[torch.UntypedStorage]:
+        """Those in which the latest replay's saved tensors lie; others, once they were moved."""
+        return self._take_kept(self.forward.memory.watch[0])
+
     def is_free(self) -> bool:
         """Tell whether no call needs what only the pool has."""
         splits = "backward_dw" in self._recordings
@@ -266,13 +284,16 @@ class Pair:
         call = None if self._call is None else self._call()
         return not self.closed and (call is None or call.pair is None)
 
-    def why_not(self, tensors: Sequence[torch.Tensor]) -> str | None:
+    def why_not(
+        self, tensors: Sequence[torch.Tensor], members: Sequence[torch.Tensor]
+    ) -> str | None:
         """Why a replay can't take these arguments."""
+        if not (self._strides or self._written):
+            return None
         names = self.description.binding.names
         for i, stride in self._strides:
             if tensors[i].stride() != stride:
                 return f"{names[i]}, which results are views of, has another memory layout than the sample"
-        members = self.description.statics.now()
         if self._written and shared_with_written([*tensors, *members], self._written):
             written = " or ".join(names[i] for i in self._written)
             return f"{written}, which it writes, shares memory with something else that it is given"
@@ -283,30 +304,29 @@ class Pair:
         graph, states, with_grad = self.graph, self._states, torch.is_grad_enabled()
         torch_private.set_grad_enabled(False)  # where it raises, the caller sets it again
         position = None if states.recorded is None else states.position()
-        outputs = self._replay(self.forward, [*tensors, *members, *self._generators])
+        args = [*tensors, *members]
+        results = self._replay(self.forward, args)
         torch_private.set_grad_enabled(with_grad)
         for k in self._counted:
             torch.autograd.graph.increment_version(members[k])
-        results, saved = outputs[: self._num_results], outputs[self._num_results :]
-        wanted = self._take_wanted([*tensors, *members])
+        wanted = self._take_wanted(args)
         if not with_grad or not graph.with_grad or not any(t.requires_grad for t in wanted):
             return results
         call = Call(self, members, position)
         self._call = weakref.ref(call)
-        checked = [*saved, *self._take_read(members)]
+        checked = [*self._take_shared(results), *self._take_read(members)]
         where = wanted, self._edges, results, graph.with_grad
-        fast.attach(_run_backward, call, *where, checked, (), "GraphedBackward")
+        fast.attach(_run_backward, call, *where, checked, self._token, "GraphedBackward")
         for n in self._given:
             results[n] = _Given.apply(results[n])
         return results
 
     def _replay(self, recording: Recording, args: list[Any]) -> list[Any]:
-        """Replay a recording, after what that would overwrite was moved; empties the list."""
+        """Replay a recording, after what that would overwrite was moved."""
         owner, stats = self._owner, self.description.stats
         if not owner.is_safe(recording):
             owner.rescue(recording)
         outputs = recording.run(args)
-        args.clear()
         stats.replays += 1
         stats.copied_bytes += recording.copied_bytes
         owner.note_handed_out(recording)
@@ -314,19 +334,17 @@ class Pair:
             stats.copied_bytes += recording.copy_out(outputs)
         return outputs
 
-    def backward(self, call: Call, saved: list[Any], grads: list[Any]) -> list[Any]:
-        """Gradients for what a call wanted some for; the lists are emptied."""
+    def backward(self, call: Call, grads: list[Any]) -> list[Any]:
+        """Gradients for what a call wanted some for."""
         owner, d, backward = self._owner, self.description, self._recordings.get("backward")
-        call.ended = bool(saved) and not torch_private.keeps_graph()
+        call.ended = bool(self._token) and not torch_private.keeps_graph()
         with owner.lock:
             owner.driver.enter_call()
-            args = [*saved[: self._num_saved], *call.members, *grads, *self._generators]
-            saved.clear()
-            grads.clear()
-            if backward is not None and self._is_in_place(args, backward):
+            if backward is not None and fast.layouts(call.members) == self._backward_key:
+                self._put_in_place(call)
                 if call.position is not None:
                     self._states.rewind(call.position)
-                found = self._replay(backward, args)
+                found = self._replay(backward, [*self._nothing, *grads])
                 if "backward_dw" in self._recordings:
                     d.due.append(call)
                     return found
@@ -334,30 +352,41 @@ class Pair:
                 if backward is not None:
                     d.tell("runs a backward without a graph: its parameters moved.")
                 d.stats.plain_calls += 1
+                args = [*self._saved_of(call), *call.members, *grads]
+                grads.clear()
                 found = self._run_graph(args)
             if call.ended:
                 call.settle()
         return found
 
-    def _is_in_place(self, args: list[Any], backward: Recording) -> bool:
-        """Tell whether a backward finds what it reads; saved tensors that lie elsewhere, or are held, are copied back."""
-        owner, forward = self._owner, self.forward
-        if self._may_replay(args, backward):
-            return True
+    def _put_in_place(self, call: Call) -> None:
+        """Have what a call saved lie where its backward reads it, and be held by nobody where that overwrites it."""
+        owner, forward, memory = self._owner, self.forward, self.forward.memory
+        held = call.held
+        if call.ended:
+            call.held = []
+        if held == self.kept_storages():
+            del held
+            if fast.any_held_among(((0, memory),), self._consumed):
+                with owner.changing():
+                    forward.rescue(memory.held(self._consumed[0]))
+            return
         if not owner.is_safe(forward):
             owner.rescue(forward)
         owner.note_handed_out(forward)
-        places = forward.memory.aliases()
-        for i, k in self._homes.items():
-            _copy_to(places[k], args[i])
-            args[i] = places[k]
-        for i, alias in self._views:
-            args[i] = alias.of(args[self._num_saved + alias.index])
-        del places  # they count as holders
-        return self._may_replay(args, backward)
+        memory.fill(self._kept, held)
 
-    def _may_replay(self, args: list[Any], backward: Recording) -> bool:
-        return self._layout.static_key(args) == self._key and backward.may_replay(args)
+    def _saved_of(self, call: Call) -> list[Any]:
+        """What a call saved, wherever it lies by now; the call lets go of it if no further backward may come."""
+        held, tensors = call.held, self.forward.memory.tensors
+        if call.ended:
+            call.held = []
+        saved: list[Any] = self._constants.copy()
+        for i, (number, k) in self._homes.items():
+            saved[i] = torch_private.on_storage(held[k], tensors[number])
+        for i, alias in self._views.items():
+            saved[i] = alias.of(call.members[alias.index - self._num_inputs])
+        return saved
 
     def run_weight_grads(self, call: Call) -> None:
         """Make the weights' gradients of a backward that lacks them, and add them to their `.grad`."""
@@ -367,12 +396,12 @@ class Pair:
                 f"{call.name}: its graphs were freed between a backward and its backward_dw()."
             )
         with owner.lock, torch.no_grad():
-            if fast.layouts(members) != self._own_key:
+            if fast.layouts(members) != self._backward_key:
                 raise StaticInputMovedError(
                     f"{call.name}: parameters moved between a backward and its backward_dw(). Keep them where they are."
                 )
             owner.driver.enter_call()
-            outputs = self._replay(recording, [*members, *self._generators])
+            outputs = self._replay(recording, members)
             for k, grad in zip(self._split_off, outputs, strict=True):
                 parameter = members[k]
                 parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
@@ -403,29 +432,31 @@ def _gradient_of(result: torch.Tensor) -> torch.Tensor:
     return like.zero_()
 
 
-def _copy_to(place: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy what may be expanded."""
-    for dim, stride in enumerate(place.stride()):
-        if stride == 0 and place.size(dim) > 1:
-            place, value = place.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
-    copy_all([place], [value])
-
-
-@torch_private.outside_dynamo
 def _run_backward(call: Call, saved: list[Any] | None, grads: list[Any] | None) -> list[Any]:
     """See `fast.attach`. A backward may be called in what Dynamo runs, and would be traced."""
+    run = _backward if torch_private.frame_callback() is None else _untraced
+    return run(call, saved, grads)
+
+
+def _backward(call: Call, saved: list[Any] | None, grads: list[Any] | None) -> list[Any]:
     if saved is None or grads is None:
         raise GraphedBackwardError(
             f"{call.name}: gradients of its gradients are not recorded. Call the original callable where you need them."
         )
     if call.pair is None:
         raise GraphedBackwardError(f"{call.name}: a second backward through one forward.")
+    saved.clear()
     try:
-        with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
-            return call.pair.backward(call, saved, grads)  # with create_graph=True it is enabled
+        if not torch.is_grad_enabled():
+            return call.pair.backward(call, grads)
+        with torch.no_grad():  # of create_graph=True
+            return call.pair.backward(call, grads)
     except BaseException:
         mend(open_modes)  # at once: by the next call the user may have set random numbers
         raise
+
+
+_untraced = torch_private.outside_dynamo(_backward)
 
 
 class _Given(torch.autograd.Function):

@@ -304,14 +304,14 @@ PyObject* stand_in(PyObject* const* args) {
   return THPVariable_Wrap(bytes_on(memory_at(address, bytes, tensor_of(args[2]).device())));
 }
 
-// aliases(tensors, leaders): data of each; a leader is the position of the first on the same storage. Lifetime: they hold
-// the same storages. What shares one shares a version counter, made here: what callers write to one call's output concerns
-// no other's. What has no memory gets a storage of its own: its holder may enlarge it.
+// aliases(tensors, leaders): data of the first, as many as there are leaders; a leader is the position of the first on the
+// same storage. Lifetime: they hold the same storages. What shares one shares a version counter, made here: what callers
+// write to one call's output concerns no other's. What has no memory gets a storage of its own: its holder may enlarge it.
 PyObject* aliases(PyObject* const* args) {
   const Items tensors(args[0]), leaders(args[1]);
   std::vector<c10::VariableVersion> versions;
-  versions.reserve(tensors.size);
-  return list_of(tensors.size, [&](Py_ssize_t k) {
+  versions.reserve(leaders.size);
+  return list_of(leaders.size, [&](Py_ssize_t k) {
     const at::Tensor& original = tensors.tensor(k);
     const Py_ssize_t leader = leaders.number(k);
     versions.push_back(leader < k ? versions.at(leader) : c10::VariableVersion(0));

@@ -91,11 +91,26 @@ class OutputMemory:
         self._count_again(range(len(self._blocks)))
 
     def aliases(self) -> list[torch.Tensor]:
-        """New tensors on the stand-ins' storages, one per output. See `fast.aliases`."""
+        """New tensors on the stand-ins' storages, one per output (see `hand_out`). See `fast.aliases`."""
         if not torch.is_inference_mode_enabled():
             return fast.aliases(self.tensors, self._leaders)
-        storages = [(t, t.untyped_storage()) for t in self.tensors]  # made in it: inference tensors
+        tensors = self.tensors[: len(self._leaders)]
+        storages = [(t, t.untyped_storage()) for t in tensors]  # made in it: inference tensors
         return [torch_private.on_storage(s if s.nbytes() else s.clone(), t) for t, s in storages]
+
+    def hand_out(self, count: int) -> None:
+        """Have `aliases` be of the first stand-ins only: whoever needs the others' memory holds storages of `watch`."""
+        self._leaders = self._leaders[:count]
+
+    def blocks(self) -> dict[int, int]:
+        """Return which block each output lies in, but those without memory."""
+        return {n: k for k, block in enumerate(self._blocks) for n in block.members}
+
+    def fill(self, blocks: Sequence[int], held: Sequence[torch.UntypedStorage]) -> None:
+        """Copy what was rescued back to where it lay; nobody may hold these blocks by now."""
+        if blocks:
+            bases = [self._blocks[k].base for k in blocks]
+            torch._foreach_copy_(bases, [bytes_of(storage) for storage in held])
 
     # ---- who holds it
 

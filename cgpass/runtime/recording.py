@@ -119,15 +119,21 @@ class Recording:
             self._outputs[n] = None
         self.own = own
         """Which of the memory's tensors an output is, by position."""
-        self._own_at, self._take_own = tuple(own), fast.taker(tuple(own.values()))
+        self.views: Mapping[int, InputAlias] = aliases
+        """Outputs that are (views of) inputs, by position."""
         shown = {number for n, number in own.items() if visible is None or n in visible}
         used = {number for n, number in own.items() if n in read}
         uses = [(n in shown, n in used) for n in range(len(tensors))]
         self.memory = OutputMemory(list(tensors.values()), uses, share=self.graph.share)
-        self._sort(aliases)
+        self.hand_out(len(outputs))
 
-    def _sort(self, aliases: Mapping[int, InputAlias]) -> None:
-        """Tell outputs that are inputs, or plain views of inputs, from other aliases of them."""
+    def hand_out(self, count: int) -> None:
+        """Have `run` return the first outputs only. See `OutputMemory.hand_out`."""
+        own = {n: number for n, number in self.own.items() if n < count}
+        self._own_at, self._take_own = tuple(own), fast.taker(tuple(own.values()))
+        self.memory.hand_out(max(own.values(), default=-1) + 1)
+        self._outputs = self._outputs[:count]
+        aliases = {n: alias for n, alias in self.views.items() if n < count}
         self.aliases = frozenset(aliases)
         """Outputs that are (views of) inputs."""
         self.viewed = frozenset(a.index for a in aliases.values() if not a.identity)

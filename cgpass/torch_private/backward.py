@@ -25,6 +25,14 @@ outside_dynamo: Callable[..., Any] = torch._disable_dynamo
 """A function, never traced by Dynamo, nor what it calls."""
 
 
+frame_callback: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""What Dynamo does with each frame that Python enters in this thread; None where it does nothing, and `outside_dynamo`, which
+imports it, is not needed.
+
+Source: torch/csrc/dynamo/eval_frame.c, 2.11 to 2.15.
+"""
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Have the running backward pass call something when it is done; not if it fails.
 

@@ -73,27 +73,61 @@ def test_keyword_arguments_in_any_order(setting):
 
 
 def test_nested_arguments(setting):
-    def fn(batch, pair, flags):
-        out = batch["x"] * pair.first + batch["more"][0]
-        return -out if flags["negate"] else out
+    def fn(batch, pair, settings):
+        return batch["x"] * pair.first + batch["more"][0] ** settings["power"]
 
     def sample():
         return (
             {"x": setting.randn(3, grad=True), "more": [setting.randn(3)]},
             Pair(setting.randn(3), 2),
-            {"negate": True},
+            {"power": 2},
         )
 
     graphed = setting.graphed(fn, sample())
     args = sample()
     same(graphed(*args), fn(*args))
-    args[2]["negate"] = False
-    with pytest.raises(
-        cgpass.errors.InputError, match=r"args\[2\]\['negate'\] was True .* is False now"
-    ):
+    args[2]["power"] = 3
+    with pytest.raises(cgpass.errors.InputError, match=r"args\[2\]\['power'\] was 2 .* is 3 now"):
         graphed(*args)
     with pytest.raises(cgpass.errors.InputError, match="another structure"):
-        graphed({"x": args[0]["x"]}, args[1], {"negate": True})
+        graphed({"x": args[0]["x"]}, args[1], {"power": 2})
+
+
+class Caches(torch.nn.Module):
+    """Keeps its weight as it is to be computed with, which it makes in the first microbatch alone."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 4, device=device))
+        self.register_buffer("cached", torch.zeros(4, 4, device=device))
+
+    def forward(self, x, *, is_first_microbatch):
+        if is_first_microbatch:
+            self.cached.copy_(self.weight.detach().bfloat16())
+        return x @ self.cached + (x @ self.weight) * 0.5
+
+
+def test_a_flag_that_says_when_weights_are_cached(setting):
+    module, plain = twins(setting, Caches(setting.device))
+    sample = setting.randn(2, 4, grad=True)
+    graphed = setting.graphed(module, (sample,), {"is_first_microbatch": True})
+    for number in range(8):
+        x, first = setting.randn(2, 4, grad=True), number % 4 == 0
+        found, expected = [each(x, is_first_microbatch=first) for each in (graphed, plain)]
+        same(found, expected)
+        found.square().sum().backward()
+        expected.square().sum().backward()
+        same_grads(module, plain)
+        if number % 4 == 3:
+            for each in (module, plain):
+                with torch.no_grad():
+                    each.weight.add_(each.weight.grad, alpha=-0.1)
+    stats = graphed.graphed.stats
+    assert (stats.recordings, stats.rerecordings, stats.plain_calls) == (4, 1, 0)
+    for strange in (None, 1, "yes"):
+        message = r"kwargs\['is_first_microbatch'\] was True when"
+        with pytest.raises(cgpass.errors.InputError, match=message):
+            graphed(x, is_first_microbatch=strange)
 
 
 def test_constants_are_checked(setting):

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 
+from cgpass.graphed.differentiated import Differentiated
 from tests.graphed.steps import clear_grads, graphed_twins, net, same, same_grads, twins
 
 
@@ -153,3 +154,14 @@ def test_weights_are_not_held_by_recordings(setting):
         same_grads(module, plain)
         clear_grads(module, plain)
     assert [ref.expired() for ref in storages] == [True, True, False]
+
+
+def test_what_a_graph_saved_is_held_by_nobody_else(setting):
+    x = setting.randn(4, grad=True)
+    graphed = setting.graphed(lambda x: (x * x).sin(), (x,))
+    run = Differentiated(graphed, (), warms_up=False)
+    run.forward([x], [])
+    refs = [
+        torch.multiprocessing.reductions.StorageWeakRef(t.untyped_storage()) for t in run.separate()
+    ]
+    assert [ref.expired() for ref in refs] == [True, True]

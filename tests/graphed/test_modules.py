@@ -125,8 +125,9 @@ def test_what_several_threads_get_is_no_memory_that_moves(setting):
     second = graphed(x)
     assert owner.copies_results
     assert not owner.is_pool_storage(second)
-    (first + second).sum().backward()
-    (plain(x) + plain(x)).sum().backward()
+    # a sum alone has an expanded gradient, which graphs get dense: cuBLAS has other kernels for it
+    (first + second).square().sum().backward()
+    (plain(x) + plain(x)).square().sum().backward()
     same_grads(module, plain)
     assert not any(owner.is_pool_storage(p.grad) for p in module.parameters())
 
@@ -221,8 +222,8 @@ def test_resets_leave_nothing_behind(setting):
     before, memory = ours(), in_use(setting.device)
     for _ in range(5):
         again(graphed, plain, x)
-    assert ours() == before
-    assert in_use(setting.device) == memory
+    assert not ours() - before  # it may have less: what other tests left goes when it likes
+    assert in_use(setting.device) <= memory
     same_grads(module, plain)
 
 

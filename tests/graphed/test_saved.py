@@ -139,3 +139,43 @@ def test_hooks_around_see_nothing_of_a_recording_and_those_inside_all(setting):
     for out in (found, plain(x)):
         out.square().sum().backward()
     same_grads(module, plain)
+
+
+class Shares(torch.nn.Module):
+    """Returns what it saves, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x):
+        return torch.sigmoid(self.inner(x).exp())
+
+
+def test_hooks_around_a_settled_call_see_parameters_and_results_alone(setting):
+    module, plain = twins(setting, Shares())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    x, seen = setting.randn(4, 8, grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        found = graphed(x)
+    known = [*module.parameters(), found]
+    assert {t.data_ptr() for t in seen} <= {t.data_ptr() for t in known}
+    assert found.data_ptr() in [t.data_ptr() for t in seen]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        graphed(x).mul_(2).sum().backward()
+    for out in (found, plain(x)):
+        out.square().sum().backward()
+    same_grads(module, plain)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
+def test_recorded_while_anomalies_are_looked_for(setting):
+    module, plain = twins(setting, net())
+    x = setting.randn(4, 8, grad=True)
+    with torch.autograd.detect_anomaly():
+        graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+        assert torch.is_anomaly_enabled()
+        same(step(graphed, x)[0], step(plain, x)[0])
+        same_grads(module, plain)
+        with pytest.raises(RuntimeError, match="nan values"):
+            graphed(x).mul(0).sqrt().mul(0).sum().backward()

@@ -87,6 +87,24 @@ def test_every_holder_counts_and_a_rescue_moves_it_and_not_the_recording(kind):
     assert memory.tensors[0].tolist() == [-1] * 4
 
 
+def test_what_is_held_as_storages_alone_comes_back_to_where_it_lay():
+    memory = seal(ramps(3))
+    memory.hand_out(1)
+    assert [t.tolist() for t in memory.aliases()] == [[0, 1, 2, 3]]
+    with torch.inference_mode():
+        assert len(memory.aliases()) == 1
+    assert not memory.any_held()
+    blocks = memory.blocks()
+    held = [memory.watch[0][blocks[n]] for n in (1, 2)]
+    assert memory.held() == [1, 2]
+    memory.rescue([1, 2])
+    assert held[0] is not memory.watch[0][blocks[1]]
+    replay(memory)
+    memory.fill([blocks[1], blocks[2]], held)
+    assert [t.tolist() for t in memory.tensors] == [[-1] * 4, [10, 11, 12, 13], [20, 21, 22, 23]]
+    assert not memory.any_held()
+
+
 @pytest.mark.parametrize("lazy", [torch._conj, torch._neg_view])
 def test_lazy_bits_stay(lazy):
     value = torch.tensor([1 + 2j, 3 - 1j])
