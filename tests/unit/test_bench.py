@@ -48,14 +48,6 @@ def test_spread_of_known_numbers():
     assert worker.spread_of([1.0, 1.0, 1.0, 100.0])["median"] == 1.0
 
 
-def test_what_an_arm_needs_until_it_settles():
-    counts = [(0, 2), (2, 2), (2, 2), (3, 2), (3, 2)]
-    found = worker.settled([{"recordings": r, "plain_calls": p} for r, p in counts])
-    assert found == {"steps": 4, "recordings": 3, "plain_calls": 2}
-    assert worker.settled([{"recordings": 0, "plain_calls": 0}])["steps"] == 0
-    assert worker.settled([{"recordings": 1, "plain_calls": 0}])["steps"] == 1
-
-
 # ---- comparisons
 
 
@@ -153,13 +145,6 @@ def test_a_process_of_another_checkout_is_refused(tmp_path):
     assert process.process.poll() is not None
 
 
-def test_a_process_that_says_nothing_is_ended():
-    process = Process(job())
-    assert process.hear(time.monotonic() + 0.2) is None
-    assert process.error == {"error": "no answer in time"}
-    assert process.process.poll() is not None
-
-
 # ---- runs
 
 
@@ -183,16 +168,6 @@ def test_all_arms_that_run_on_cpu(tmp_path, capsys):
     assert all(found[name]["check"] == {"equal": True, "deterministic": False} for name in ours)
     assert found["cgpass"]["settled"] == {"steps": 2, "recordings": 2, "plain_calls": 0}
     assert found["cgpass"]["per_step"]["replays"] == 2.0
-
-
-def test_calls_without_gradients_and_a_baseline(tmp_path, capsys):
-    given = ["--models=stack10", "--modes=inference", "--arms=cgpass", "--tolerance=100000"]
-    status, data = run(tmp_path, *given, f"--baseline={meta.ROOT}")
-    found = data["results"][0]["arms"]
-    assert (status, list(found)) == (0, ["cgpass", "cgpass@baseline"]), capsys.readouterr()
-    assert found["cgpass@baseline"]["losses"] == found["cgpass"]["losses"]
-    assert found["cgpass"]["partitions"] == [1, 0]
-    assert "this / baseline" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

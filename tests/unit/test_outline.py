@@ -124,6 +124,11 @@ def test_symbols_reach_submodules():
     assert found[3] == expected[3] == 10
 
 
+def test_what_an_operator_wrote_is_known_by_the_input():
+    outlined = cut(fake_cuda_graph(lambda x: torch.nonzero(x.add_(1)), (4,)))
+    assert inputs(outlined.captured_0) == inputs(outlined.eager_1) == ["x_1"]
+
+
 # ---- random graphs
 
 UNARY = (torch.relu, torch.sin, torch.neg, torch.Tensor.t, lambda x: x.reshape(2, 8).reshape(4, 4))

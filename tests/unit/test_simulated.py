@@ -141,13 +141,9 @@ def test_neither_a_tape_nor_its_reset_keeps_inputs_alive(driver):
 # ---- the pool
 
 
-def test_a_result_of_one_byte_is_the_graphs(driver):
-    x = torch.ones(1)
-    graph, (out,) = record(driver, lambda x: [x > 0], x)
-    for value in (1.0, -1.0):
-        x.fill_(value)
-        graph.replay()
-        assert out.tolist() == [value > 0]
+def test_a_result_of_one_byte_lies_in_the_pool(driver):
+    _, (out,) = record(driver, lambda x: [x > 0], torch.ones(1))
+    assert out.data_ptr() in driver.live_blocks(0)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -83,14 +83,6 @@ def test_a_moment_keeps_what_was_counted_until_then(registry):
     assert began.parts[0, "a"][0]["calls"] == 3
 
 
-def test_a_graph_says_where_the_function_begins():
-    place = "model.py:41 in forward"
-    told = "0 partitions captured (0 operators), 0 eager (0 operators)"
-    assert str(GraphSummary("forward", (), place=place)) == f"forward of {place}: {told}"
-    skipped = GraphSummary("backward", (), skip="no", num_ops=7)
-    assert str(skipped) == "backward: runs without CUDA graphs (7 operators): no"
-
-
 def test_reasons_are_counted_and_what_nobody_wants_captured_comes_last():
     small = Reason("too_small", "aten.t", "its partition would hold 2 operators", "set it to 1")
     reads = Reason("host_read", "aten.item", "reads", "keep it")

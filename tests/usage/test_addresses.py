@@ -12,14 +12,12 @@ import cgpass
 from cgpass.errors import StaticInputMovedError
 from tests.usage import programs
 from tests.usage.programs import (
-    ALL,
     MLP,
     ConvNet,
     Tied,
     Ways,
     assert_steady,
     changed_in_training,
-    sgd_step,
 )
 
 
@@ -191,16 +189,6 @@ CHANGES = (
 ways.add({change.__name__: changed_in_training(change) for change in CHANGES}, replays="some")
 
 
-def parameters_written_in_place(session, module):
-    first, second = module.layers[::2]
-    with torch.no_grad():
-        first.weight.mul_(0.5)
-        second.weight.copy_(first.weight)
-        first.bias[2:5] = 1
-    second.bias.data.zero_()
-    nn.init.orthogonal_(first.weight)
-
-
 def weights_untied_and_tied_again(session, module):
     if module.head.weight is module.embedding.weight:
         module.head.weight = nn.Parameter(module.embedding.weight.detach() * 2)
@@ -217,10 +205,6 @@ def buffers_replaced(session, module):
 
 
 ways.add(
-    {"parameters written in place": changed_in_training(parameters_written_in_place)},
-    settings=ALL,
-)
-ways.add(
     {
         "weights untied and tied again": changed_in_training(
             weights_untied_and_tied_again, Tied, programs.tokens(16, 2, 5)
@@ -234,15 +218,6 @@ ways.add(
 
 
 # ---- changes of other kinds
-
-
-@ways(replays="some")
-def modules_moved_to_another_dtype_and_back(session):
-    module, call = session.compiled(MLP)
-    for number, batch in enumerate(session.batches(4, 8, count=12)):
-        dtype = torch.float64 if number // 3 % 2 else torch.float32
-        module.to(dtype)
-        yield sgd_step(module, call, batch.to(dtype))
 
 
 @ways(replays="some")

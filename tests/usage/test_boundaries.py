@@ -100,11 +100,8 @@ ops = torch.ops.unsafe_ops_tests
 
 CALLS = {
     "aten::gelu": F.gelu,
-    "aten::layer_norm": lambda x: F.layer_norm(x, (8,)),
     "aten::native_layer_norm": lambda x: F.layer_norm(x, (8,)),
-    "aten::softmax": lambda x: x.softmax(-1),
     "aten::linear": lambda x: F.linear(x, x),
-    "aten::matmul": lambda x: x @ x.T,
     "aten::dropout": F.dropout,
     "aten::add_": lambda x: x.sin().add_(1),
     "aten::scaled_dot_product_attention": lambda x: F.scaled_dot_product_attention(

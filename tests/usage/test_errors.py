@@ -1,13 +1,7 @@
-"""Errors that are not the capture's: the user's own, memory that runs out, interrupts; threads, fork, the end."""
+"""Errors that are not the capture's: the user's own, memory that runs out; functions that are dropped."""
 
-import functools
 import gc
 import logging
-import os
-import subprocess
-import sys
-import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +9,9 @@ from torch import nn
 
 import cgpass
 from cgpass.runtime import owner as owners
-from tests.usage.programs import MLP, assert_steady, in_threads
+from tests.usage.programs import MLP
 from tests.usage.test_failures import is_recording, warned
 
-COMPILERS = ["eager", "inductor"]
 DUE = []
 """What `raises` raises, as long as it is here."""
 ONCE = []
@@ -130,26 +123,6 @@ def test_an_error_that_comes_once_while_recording_is_the_users_too(setting):
     assert cgpass.counters()["replays"] - before["replays"] == 6
 
 
-def test_an_interrupt_during_a_capture_leaves_all_usable(setting):
-    def program(session):
-        _, call = session.compiled(Model)
-        batches, values = session.batches(4, 8), []
-        for number, x in enumerate(batches):
-            if number == 1 and session.options["driver"] != "none":
-                ONCE.append(KeyboardInterrupt())
-                with pytest.raises(KeyboardInterrupt):
-                    call(x)
-                assert not is_recording(session.device)
-                assert gc.isenabled()
-            values.append(call(x).detach().clone())
-            values.append(torch.rand(3, device=session.device))
-        return values
-
-    with torch.no_grad():
-        counters = setting.compare(program)
-    assert_steady({**counters, "calls": counters["calls"] - 1}, captured=1)
-
-
 def out_of_memory(times, *, reset_before=None):
     """A program whose second call finds no memory to record, so many times."""
 
@@ -223,47 +196,6 @@ def test_calls_from_several_threads(setting, compiler, outputs):
     assert counters["recordings"] == (1 if outputs == "owned" else 2)
 
 
-def fork_and_go_on():
-    """Calls what was compiled, and compiles anew, in this process and in a child of it."""
-    options = {"driver": "simulated", "compiler": "eager"}
-    torch.compiler.reset()
-    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
-    call = torch.compile(model, backend=cgpass.cgpass, options=options)
-    x = torch.randn(2, 8)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a fork beside threads
-        for _ in range(3):
-            call(x)
-        want = model(x * 2)
-        child = os.fork()
-        try:
-            replays = cgpass.counters()["replays"]
-            assert torch.equal(call(x * 2), want)
-            torch.compiler.reset()
-            assert torch.equal(call(x * 2), want)
-            assert cgpass.counters()["replays"] == replays + 1
-        except BaseException:
-            if child == 0:
-                os._exit(1)
-            raise
-        if child == 0:
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_a_forked_process_goes_on():
-    if not torch.cuda.is_available():
-        fork_and_go_on()
-        return
-    program = "from tests.usage.test_errors import fork_and_go_on; fork_and_go_on()"
-    command = [sys.executable, "-W", "ignore", "-c", program]
-    root = Path(cgpass.__file__).parents[1]
-    done = subprocess.run(
-        command, cwd=root, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_dropped_function_is_freed(setting):
     before = set(owners._owners)
 
@@ -311,21 +243,3 @@ def test_compiled_autograd(setting, checkpointed):
 
     counters = setting.compare(program, on_skip="silent")
     assert counters["replays"] > 0
-
-
-def test_a_second_derivative_is_refused_and_training_goes_on(setting):
-    def program(session):
-        module, call = session.compiled(MLP)
-        values = []
-        for x in session.batches(4, 8, count=5):
-            x.requires_grad_()
-            out = call(x).square().sum()
-            (grad,) = torch.autograd.grad(out, x, create_graph=True)
-            values.append(grad.detach().clone())
-            with pytest.raises(RuntimeError, match="double backward"):
-                grad.square().sum().backward()
-            call(x).sum().backward()
-            values += [p.grad.clone() for p in module.parameters()]
-        return values
-
-    assert setting.compare(program)["replays"] > 0

@@ -307,19 +307,6 @@ def a_checkpoint_recomputes_with_what_was_compiled_since(session):
         yield learn(module, checkpoint(call, x, use_reentrant=False).square().mean())
 
 
-@ways(**SOME)
-def outputs_of_a_split_partition_stay(session):
-    """Held over later calls, fed back, pending backwards: as any other output."""
-    module, call = session.compiled(lambda: Around(fails))
-    batches = session.batches(4, 8, count=12)
-    held = [call(x) for x in batches]
-    for out in held[3:]:
-        out.square().mean().backward()
-    with torch.no_grad():
-        fed = [call(call(x)) for x in batches]
-    return [*(h.detach() for h in held), *fed, *(p.grad for p in module.parameters())]
-
-
 @torch.library.custom_op("failures::waits", mutates_args=())
 def waits(x: torch.Tensor) -> torch.Tensor:
     """Reads a number on the host, and so does its backward."""

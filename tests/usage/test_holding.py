@@ -198,9 +198,6 @@ def outputs_that_share_memory_share_it_for_the_user(session):
         yield [whole, flat, part]
 
 
-# ---- results of earlier calls that are still held: few recordings, whatever the number of calls
-
-
 # ---- what is returned, kept, handed on and edited, and the storages under it
 
 
@@ -216,21 +213,6 @@ def losses_in_a_list(session):
         detached.append(loss.detach())
         total = total + loss.detach()
     return [*(loss.detach() for loss in kept), *detached, total]
-
-
-@ways()
-def outputs_with_gradient_are_edited_before_the_backward(session):
-    module, call = session.compiled(MLP)
-    for number, batch in enumerate(session.batches(4, 8, count=9)):
-        out = call(batch)
-        if number % 3 == 0:
-            edited = out.clone().add_(1).relu_()
-        elif number % 3 == 1:
-            edited = out.mul_(2)
-        else:
-            edited = out
-            edited[1:3] = 0
-        yield [out.detach(), edited.detach(), *learn(module, edited.square().mean())]
 
 
 @ways()
@@ -252,33 +234,6 @@ def outputs_that_are_inputs_parameters_and_views_of_them(session):
         yield [same, part.clone(), turned.detach().clone(), out.detach(), *learned]
         with torch.no_grad():
             turned.add_(0.1)
-
-
-@ways(outputs="owned")
-def owned_outputs_through_dlpack(session):
-    module, call = session.compiled(MLP)
-    for batch in session.batches(4, 8, count=10):
-        out = call(batch)
-        kept = torch.from_dlpack(out.detach())
-        out.square().mean().backward()
-        del out
-        yield [kept, *(torch.from_dlpack(p.grad) for p in module.parameters())]
-        module.zero_grad()
-
-
-@ways(replays="some")
-def the_memory_of_an_output_is_replaced_by_the_user(session):
-    _, call = session.compiled(MLP)
-    with torch.no_grad():
-        for number, batch in enumerate(session.batches(4, 8, count=9)):
-            out = call(batch)
-            if number % 3 == 0:
-                out.data = out.data * 2
-            elif number % 3 == 1:
-                out.set_(session.randn(3, 3))
-            else:
-                out.resize_(2, 8)
-            yield [out]
 
 
 # ---- storages
@@ -494,32 +449,6 @@ def test_owned_outputs_never_lie_in_the_pool(setting, fn):
         assert all(map(torch.equal, views, expected))
 
 
-def test_an_edited_output_that_the_backward_needs_never_gives_a_wrong_gradient(way):
-    """Eager raises; memory of its own for the output gives the true gradient. Nothing in between."""
-
-    def fn(x, weight):
-        y = x @ weight
-        return y, y.square().sum(), y.sin().cos().sum()
-
-    session = way.session()
-    weight = session.randn(8, 8).requires_grad_()
-    call = session.compile(fn)
-    for number, batch in enumerate(session.batches(4, 8)):
-        (expected,) = torch.autograd.grad(fn(batch, weight)[1], weight)
-        out, loss, _ = call(batch, weight)
-        if number % 2 == 0:
-            torch.testing.assert_close(torch.autograd.grad(loss, weight)[0], expected)
-            continue
-        out.detach().mul_(2)
-        message = ""
-        try:
-            (found,) = torch.autograd.grad(loss, weight)
-        except RuntimeError as error:
-            found, message = expected, str(error)
-        torch.testing.assert_close(found, expected)
-        assert not message or "modified by an inplace operation" in message
-
-
 @pytest.mark.parametrize("of_what_came_in", [False, True])
 def test_gradients_that_are_views_of_each_other_lie_apart(way, of_what_came_in):
     """What is added to one in place is added to no other."""
@@ -541,59 +470,6 @@ def test_gradients_that_are_views_of_each_other_lie_apart(way, of_what_came_in):
     assert [each.grad.unique().tolist() for each in leaves] == [[sums]] * len(leaves)
     assert len({each.grad.data_ptr() for each in leaves}) == len(leaves)
     assert incoming.unique().tolist() == [1.0]
-
-
-# ---- what operators between graphs make and hand out as views
-
-
-@torch.library.custom_op("holding::mm", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def mm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x @ weight
-
-
-@torch.library.custom_op("holding::mm_back", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def mm_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return grad @ weight.t(), x.t() @ grad
-
-
-mm.register_fake(lambda x, weight: x @ weight)
-mm_backward.register_fake(lambda grad, x, weight: (torch.empty_like(x), torch.empty_like(weight)))
-mm.register_autograd(
-    lambda ctx, grad: mm_backward(grad, *ctx.saved_tensors),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
-
-
-class Transposed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weights = nn.ParameterList(torch.randn(64, 64) for _ in range(2))
-
-    def forward(self, x):
-        for weight in self.weights:
-            x = mm(x.sin().cos().exp().tanh(), weight.t()).sin().cos().exp().tanh()
-        return x.square().sum()
-
-
-def test_gradients_of_transposed_weights_are_copied_into_no_graph(way):
-    def program(session):
-        module, call = session.compiled(Transposed)
-        optimizer = programs.sgd(module, 1e-2, momentum=0.9)
-        for number, x in enumerate(session.batches(2, 64)):
-            loss = call(x)
-            loss.backward()
-            yield [loss.detach(), *gradients(module)]
-            if number % 3:
-                optimizer.step()
-            if number % 2:
-                optimizer.zero_grad()
-
-    counters = way.compare(program)
-    assert counters["replays"] > 0
-    # what lies between; a weight has 16384
-    assert counters["copied_bytes"] / counters["replays"] < 2048
 
 
 def test_what_is_held_of_a_dropped_recording_is_not_where_older_ones_write(setting):

@@ -16,7 +16,6 @@ from tests.usage.programs import (
     Ways,
     assert_steady,
     called_with,
-    gradients,
     learn,
     long_enough,
     steady,
@@ -135,15 +134,6 @@ ways.add(
 # ---- kinds that change
 
 
-@ways()
-def inputs_that_need_a_gradient_or_not(session):
-    module, call = session.compiled(MLP)
-    for number, batch in enumerate(session.batches(4, 8, count=12)):
-        batch.requires_grad_(number % 3 == 0)
-        out = call(batch * 1 if number % 2 else batch)
-        yield [out.detach(), *learn(module, out.square().mean()), batch.grad]
-
-
 @ways(replays="some")
 def tensors_made_in_inference_mode_and_outside(session):
     module, call = session.compiled(MLP)
@@ -195,14 +185,6 @@ ways.add(
     },
     replays="some",
 )
-
-
-@ways()
-def inputs_that_start_anywhere_in_their_memory(session):
-    """Sines, no products: those of matrices round otherwise in memory that is less aligned."""
-    call = session.compile(long_enough)
-    for offset in (0, 1, 3, 8, 1, 0, 5, 16):
-        yield [call(session.randn(64)[offset : offset + 32].view(4, 8))]
 
 
 class Strided(nn.Module):
@@ -274,10 +256,6 @@ def lengths_trained(make, shapes, **kwargs):
     return program
 
 
-def wide():
-    return MLP(width=16)
-
-
 BY_LENGTH = [(2, n, 16) for n in (5, 7, 9, 5, 9, 7, 7, 5)]
 ONE_AND_TWO = [(n, 8) for n in (4, 1, 2, 1, 4)]
 ways.add({"lengths": lengths_trained(Block, BY_LENGTH, dynamic=True)})
@@ -295,17 +273,6 @@ ways.add(
 )
 
 
-@ways(replays="some")
-def forwards_of_several_lengths_pending(session):
-    module, call = session.compiled(wide, dynamic=True)
-    for sizes in ((5, 7, 9), (9, 5, 7), (7, 7, 5), (5, 9, 9)):
-        outs = [call(session.randn(2, n, 16)) for n in sizes]
-        for out in reversed(outs):
-            out.square().mean().backward()
-        yield [*(out.detach() for out in outs), *gradients(module)]
-        module.zero_grad()
-
-
 # ---- dtypes
 
 
@@ -320,8 +287,6 @@ DTYPES = {
         lambda s: torch.complex(s.randn(4, 8), s.randn(4, 8)),
     ),
     "bool": (lambda x: (x & x.roll(1)) | (x ^ x.flip(0)) & ~x, lambda s: s.randn(4, 8) > 0),
-    "int8": (lambda x: (x // 3 + 1) * x.flip(0) - 2, lambda s: (s.randn(4, 8) * 9).char()),
-    "bfloat16": (long_enough, lambda s: s.randn(4, 8).bfloat16()),
     "float8": (
         lambda x, w: ((x.float() * 2).sin() @ w.float().t()).to(x.dtype).view(torch.uint8),
         lambda s: [s.randn(8, 8).to(torch.float8_e4m3fn) for _ in range(2)],
@@ -357,18 +322,6 @@ def test_inputs(way, program):
     program.check(way)
 
 
-def test_offsets_that_never_repeat(setting, caplog):
-    """Each is a signature of its own: said after a while, and right all along."""
-
-    def program(session):
-        _, call = session.compiled(lambda: Strided(4))
-        whole = session.randn(400)
-        return [call(whole[2 * n : 2 * n + 12]) for n in range(131)]
-
-    setting.compare(program)
-    assert "128 calls were never recorded" in caplog.text
-
-
 # ---- jagged tensors: those of equal sizes share recordings, whatever their offsets are
 
 
@@ -380,7 +333,6 @@ def jagged(session, *lengths):
 FUNCTIONS = {
     "of its shape": lambda x: F.gelu(x) * 2,
     "transposed": lambda x: (x.sin() * 2).transpose(1, 2),
-    "in heads": lambda x: (x.sin() * 2).unflatten(-1, (2, 4)).cos(),
     "with its values": lambda x: (x.sin() * 2, x.values().cos() + 1),
 }
 
@@ -423,25 +375,3 @@ def test_results_go_together_with_the_very_input_of_the_call(slow_way):
 
     counters = slow_way.compare(program, min_partition_ops=1)
     assert counters["replays"] == 4
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_totals_that_change_are_sizes_of_their_own(way, in_place):
-    """Beside the number of rows, which stays; batches lie in one buffer, which may come to be read in place, or not."""
-
-    def program(session):
-        layer, _ = session.compiled(lambda: nn.Linear(8, 8))
-        call = session.compile(lambda x: F.gelu(layer(x)) * 2)
-        memory = session.randn(32, 8)
-        results = []
-        for total in [6] * 20 + [9, 4, 6, 9, 6]:
-            values = memory[:total] if in_place else memory[:total].clone()
-            offsets = torch.tensor([0, 2, 3, total], device=memory.device)
-            x = torch.nested.nested_tensor_from_jagged(values, offsets)
-            result = call(x)
-            result.values().sum().backward()
-            results += [result.values(), result.offsets()]
-        return [*results, layer.weight.grad]
-
-    counters = way.compare(program, min_partition_ops=1)
-    assert counters["replays"] > 0

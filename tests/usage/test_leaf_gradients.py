@@ -108,33 +108,6 @@ def test_one_thread_adds_to_a_parameter_at_a_time(way):
     assert seen == ["begins", "ends"] * 2
 
 
-@pytest.mark.parametrize("other", ["eager", "compiled"])
-def test_threads_that_add_to_one_parameter_lose_nothing(way, other):
-    """Additions that take long enough to meet; each backward makes and drops what the other adds through."""
-    session = way.session()
-    shared = nn.Parameter(torch.ones(1 << 20, device=session.device))
-    own = [nn.Parameter(torch.ones(4, device=session.device)) for _ in range(2)]
-    x = torch.ones_like(shared)
-
-    def made(weight):
-        return lambda x: (shared * x).sum() + (weight * 2).sum()
-
-    fns = [session.compile(made(own[0])), made(own[1])]
-    if other == "compiled":
-        fns[1] = session.compile(fns[1])
-
-    def go_back(fn):
-        for _ in range(8):
-            fn(x).backward()
-
-    for fn in fns:
-        go_back(fn)
-    for _ in range(4):
-        shared.grad = torch.zeros_like(shared)
-        in_threads(*(functools.partial(go_back, fn) for fn in fns))
-        assert bool((shared.grad == 16).all())
-
-
 def test_threads_that_make_a_parameters_node_at_once_go_on(way):
     """Torch makes the node of a leaf that none leads to under a lock, and asks for the GIL meanwhile."""
     session = way.session()

@@ -4,7 +4,6 @@ A program here is a generator, which yields what a user could see of each step. 
 its steps; in the second half no call runs without a graph and nothing is recorded.
 """
 
-import collections
 import contextlib
 import copy
 import itertools
@@ -25,8 +24,6 @@ from tests.usage.programs import (
     ALL,
     MLP,
     Block,
-    ConvNet,
-    Counter,
     Ways,
     counted,
     gradients,
@@ -96,28 +93,6 @@ def unrolled(*lengths):
 settles.add({"rnn_4": unrolled(4), "rnn_4_and_8": unrolled(4, 8)})
 
 
-@settles(settings=ALL)
-def gru_whose_hidden_state_goes_on(session):
-    cell, call = session.compiled(lambda: nn.GRUCell(8, 8))
-    optimizer, hidden = sgd(cell), session.randn(4, 8)
-    while True:
-        for _ in range(3):
-            hidden = call(session.randn(4, 8), hidden)
-        yield learn(cell, hidden.square().mean(), optimizer)
-        hidden = hidden.detach()
-
-
-@settles()
-def perceptual(session):
-    _, call = session.compiled(lambda: ConvNet().requires_grad_(False).eval())
-    generator, generate = session.compiled(lambda: nn.Conv2d(3, 3, 3, padding=1))
-    optimizer = sgd(generator)
-    while True:
-        image = session.randn(2, 3, 6, 6)
-        loss = (call(generate(image)) - call(image.flip(-1))).square().mean()
-        yield learn(generator, loss, optimizer)
-
-
 @settles()
 def three_pending(session):
     module, call = session.compiled(MLP)
@@ -127,18 +102,6 @@ def three_pending(session):
             losses[index].backward()
         yield [*losses, *gradients(module)]
         module.zero_grad()
-
-
-@settles()
-def dpo(session):
-    policy, call = session.compiled(MLP)
-    judge, optimizer = session.compile(copy.deepcopy(policy).requires_grad_(False)), sgd(policy)
-    while True:
-        chosen, rejected = session.randn(4, 8), session.randn(4, 8)
-        ours = call(chosen).mean() - call(rejected).mean()
-        with torch.no_grad():
-            theirs = judge(chosen).mean() - judge(rejected).mean()
-        yield learn(policy, -F.logsigmoid(ours - theirs), optimizer)
 
 
 # ---- state
@@ -240,81 +203,12 @@ def teacher_and_student(session):
         yield [*values, *state(teacher)]
 
 
-@settles()
-def gan(session):
-    generator, generate = session.compiled(MLP)
-    critic, judge = session.compiled(lambda: nn.Sequential(MLP(), nn.Linear(8, 1)))
-    optimizers = sgd(generator), sgd(critic)
-    while True:
-        fake = generate(session.randn(4, 8))
-        loss = F.softplus(-judge(session.randn(4, 8))).mean()
-        values = learn(critic, loss + F.softplus(judge(fake.detach())).mean(), optimizers[1])
-        values += learn(generator, F.softplus(-judge(fake)).mean(), optimizers[0])
-        critic.zero_grad()
-        yield [*values, *state(critic)]
-
-
 # ---- weights that change
-
-
-class LoRA(nn.Module):
-    """Has an adapter that is switched on and off."""
-
-    def __init__(self):
-        super().__init__()
-        self.base = nn.Linear(8, 8).requires_grad_(False)
-        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
-        self.on = True
-
-    def forward(self, x):
-        y = self.base(x)
-        if self.on:
-            y = y + self.up(self.down(x))
-        return torch.tanh(y) * 2
-
-
-@settles()
-def lora_switched(session):
-    module, call = session.compiled(LoRA)
-    for number in itertools.count():
-        module.on = number % 3 != 2
-        with torch.set_grad_enabled(module.on):
-            loss = call(session.randn(4, 8)).square().mean()
-        yield learn(module, loss) if module.on else [loss]
 
 
 def swap_data(module, others):
     for parameter, other in zip(module.parameters(), others, strict=True):
         parameter.data, other.data = other.data, parameter.data
-
-
-@settles()
-def averages_swapped_in(session):
-    module, call = session.compiled(MLP)
-    optimizer = sgd(module)
-    averages = [p.detach().clone() for p in module.parameters()]
-    for number in itertools.count():
-        values = learn(module, call(session.randn(4, 8)).square().mean(), optimizer)
-        with torch.no_grad():
-            torch._foreach_lerp_(averages, [*module.parameters()], 0.1)
-        if number % 4 == 3:
-            swap_data(module, averages)
-            with torch.no_grad():
-                values.append(call(session.randn(4, 8)))
-            swap_data(module, averages)
-        yield values
-
-
-@settles()
-def sets_of_data_taking_turns(session):
-    """Training goes on in whichever of two sets is there."""
-    module, call = session.compiled(MLP)
-    optimizer = sgd(module)
-    others = [p.detach() + 0.1 for p in module.parameters()]
-    for number in itertools.count():
-        if number % 3 == 2:
-            swap_data(module, others)
-        yield learn(module, call(session.randn(4, 8)).square().mean(), optimizer)
 
 
 @settles()
@@ -352,10 +246,6 @@ def views_of_one_new_tensor(module):
         parameter.data = data.view_as(parameter)
 
 
-def one_weight_new(module):
-    module.layers[2].weight = nn.Parameter(module.layers[2].weight.detach() * 1.01)
-
-
 class TwoBuffers(nn.Module):
     """Reads one buffer and writes another."""
 
@@ -379,7 +269,6 @@ settles.add(
     {
         "new_data": changed_before_each_step(new_data),
         "views_of_one_new_tensor": changed_before_each_step(views_of_one_new_tensor),
-        "one_weight_new": changed_before_each_step(one_weight_new),
         "buffers_change_places": changed_before_each_step(buffers_change_places, TwoBuffers),
     }
 )
@@ -418,16 +307,15 @@ class Attention(nn.Module):
 
 
 class Cached(nn.Module):
-    """The same with a cache of its own."""
+    """The same with a cache of keys of its own."""
 
-    def __init__(self, length=6):
+    def __init__(self):
         super().__init__()
         self.attention = Attention()
-        self.register_buffer("keys", torch.zeros(2, length, 8))
-        self.register_buffer("values", torch.zeros(2, length, 8))
+        self.register_buffer("keys", torch.zeros(2, 6, 8))
 
-    def forward(self, x, position, values=None):
-        return self.attention(x, position, self.keys, self.values if values is None else values)
+    def forward(self, x, position, values):
+        return self.attention(x, position, self.keys, values)
 
 
 @settles(settings=ALL)
@@ -440,29 +328,6 @@ def decoding_with_one_cache_that_stays_and_one_made_anew(session):
         with torch.no_grad():
             out = call(session.randn(2, 1, 8), session.tensor([number % 6]), values)
         yield [out, module.keys, values]
-
-
-@settles()
-def wrapper_with_two_caches(session):
-    call = session.wrap(
-        session.module(Attention).requires_grad_(False), static_input_indices=[2, 3]
-    )
-    caches = [[torch.zeros(2, 6, 8, device=session.device) for _ in range(2)] for _ in range(2)]
-    for number in itertools.count():
-        cache = caches[number % 2]
-        with torch.no_grad():
-            out = call(session.randn(2, 1, 8), session.tensor([number // 2 % 6]), *cache)
-        yield [out, *cache]
-
-
-@settles()
-def results_passed_back(session):
-    _, call = session.compiled(MLP)
-    carried = session.randn(4, 8)
-    while True:
-        with torch.no_grad():
-            carried = call(call(call(carried) + 0))
-        yield [carried]
 
 
 @settles()
@@ -532,28 +397,6 @@ settles.add(
 )
 
 
-class TwoHeads(nn.Module):
-    """Reads one parameter as two."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.second.weight = self.first.weight
-
-    def forward(self, x, y):
-        return torch.tanh(self.first(x)) + torch.sin(self.second(y))
-
-
-@settles()
-def tied_at_two_inputs(session):
-    """The same tensors as two arguments of a function, and one parameter under two names."""
-    module, call = session.compiled(TwoHeads)
-    while True:
-        x = session.randn(4, 8).requires_grad_()
-        loss = call(x, x).square().mean() + call(x, session.randn(4, 8)).square().mean()
-        yield [*learn(module, loss), x.grad]
-
-
 @settles()
 def saved_on_cpu(session):
     module, call = session.compiled(MLP)
@@ -566,30 +409,7 @@ def saved_on_cpu(session):
         yield learn(module, loss, optimizer)
 
 
-@settles()
-def written_arguments(session):
-    """An argument that is written, sometimes one and the same, sometimes a new one."""
-    module, call = session.compiled(Counter)
-    kept = session.randn(3)
-    for number in itertools.count():
-        given = kept if number % 3 else session.randn(3)
-        with torch.no_grad():
-            out = call(session.randn(4, 8), given)
-        yield [out, given, module.seen]
-
-
 # ---- what is held, and what changes while a backward is due
-
-
-@settles()
-def four_graphs_held(session):
-    """Every backward comes three steps after its forward."""
-    module, call = session.compiled(MLP)
-    losses = collections.deque(maxlen=4)
-    while True:
-        losses.append(call(session.randn(4, 8)).square().mean())
-        values = list(losses)
-        yield values + (learn(module, losses[0]) if len(losses) == 4 else [])
 
 
 @settles()
@@ -598,22 +418,6 @@ def backward_that_never_comes(session):
     for number in itertools.count():
         loss = call(session.randn(4, 8)).square().mean()
         yield learn(module, loss) if number % 3 else [loss]
-
-
-@settles()
-def gradients_kept(session):
-    """A step goes by the gradients of the last three."""
-    module, call = session.compiled(MLP)
-    kept = collections.deque(maxlen=3)
-    while True:
-        loss = call(session.randn(4, 8)).square().mean()
-        loss.backward()
-        kept.append([p.grad for p in module.parameters()])
-        with torch.no_grad():
-            for parameter, *grads in zip(module.parameters(), *kept, strict=True):
-                parameter -= 0.01 * sum(grads)
-        module.zero_grad()
-        yield [loss, *(grad for grads in kept for grad in grads)]
 
 
 @settles(settings=ALL)
@@ -681,31 +485,6 @@ def runners(others=()):
     plans = [live.plan for live in ran if hasattr(live, "plan")]
     runs = [step.run for plan in plans for step in plan.steps]
     return [run for run in runs if hasattr(run, "table") and run not in others]
-
-
-def test_a_cache_that_is_a_new_buffer_costs_two_calls_a_generation(way):
-    """Read in place where it lay before; the other tokens of a generation replay."""
-    totals = []
-
-    def program(session):
-        module, call = session.compiled(lambda: Cached(length=12).requires_grad_(False))
-        values = []
-        for number in range(120):
-            if number % 12 == 0:
-                module.keys, module.values = torch.zeros_like(module.keys), module.values * 0
-                before = counts()
-            with torch.no_grad():
-                out = call(session.randn(2, 1, 8), session.tensor([number % 12]))
-            values += [out, module.keys.clone(), module.values.clone()]
-            if number % 12 == 11 and session.options["driver"] == way.driver:
-                totals.append(grown(before))
-        return values
-
-    way.compare(program)
-    for total in totals[1:]:
-        assert total["warmups"] + total["plain_calls"] <= 1, totals
-        assert total["recordings"] <= 2, totals
-    assert totals[-1]["recordings"] == 1, totals
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -848,25 +627,6 @@ def test_nothing_grows_with_thousands_of_sizes(way, training, sizes, caplog):
     )
 
 
-def test_a_written_buffer_at_a_new_place_is_written_back(way):
-    def program(session):
-        module, call = session.compiled(RunningMean)
-        values, given = [], []
-        for _ in range(30):
-            module.mean = session.randn(8)
-            given.append(module.mean)
-            loss = call(session.randn(4, 8)).square().mean()
-            loss.backward()
-            assert module.mean is given[-1]
-            values += [loss.detach(), *gradients(module), module.mean.clone()]
-            module.zero_grad()
-        return values + given
-
-    counters = way.compare(program)
-    assert counters["replays"] >= 2 * 30 - 8, counters
-    assert counters["recordings"] <= 4, counters
-
-
 def made_anew(memory):
     """A tensor in memory that was another one's."""
     storage = torch_private.storage_at(memory.data_ptr(), memory.nbytes, memory.device)
@@ -924,31 +684,6 @@ def test_a_thousand_results_that_are_passed_back_are_replays(way):
 
     counters = way.compare(program)
     assert (counters["recordings"], counters["replays"]) == (1, 999), counters
-
-
-def test_memory_that_comes_back_as_another_tensor_is_recorded_once_for_a_size(setting):
-    """As caching allocators give it. Every recording that is kept is one that can be found."""
-    session = setting.session()
-    call = session.wrap(lambda w, x: (w.sin() * x + w.cos()).exp(), static_input_indices=[0])
-    memory = session.randn(8)
-
-    def check_one(size):
-        x = session.randn(size, 8)
-        assert torch.equal(call(weight, x), (weight.sin() * x + weight.cos()).exp())
-
-    weight = made_anew(memory)
-    check_one(2)
-    for other in (10, 9, 8):
-        weight = None
-        weight = made_anew(memory)
-        for size in [other, 2] * 3:
-            check_one(size)
-            runner = call._runner
-            assert {*recordings_of(runner.owner)} == {*runner.table.all()}
-        before = counts()
-        for size in [other, 2] * 3:
-            check_one(size)
-        assert not any(grown(before)[name] for name in NEVER)
 
 
 class Large(nn.Module):

@@ -154,14 +154,6 @@ class One(nn.Module):
         return checkpoint(self.part, x, use_reentrant=False)
 
 
-class TwoOutputs(One):
-    """The mask that an operator returns is an output beside its values."""
-
-    def part(self, x):
-        x, mask = torch.native_dropout(self.fc(x), 0.5, True)
-        return x.sin() * mask
-
-
 class Unread(One):
     """Draws what nobody reads, which torch.compile leaves out: eager's numbers are others."""
 
@@ -188,31 +180,9 @@ add(
     counts={"plain_calls": 0},
     on_skip="silent",
 )
-ways.add({"TwoOutputs": trained(TwoOutputs)})
 
 
 # ---- operators that have no pair of generators: their results are saved, whatever a checkpoint says
-
-
-class Stack(nn.Module):
-    """Three layers that are one region, in whose body lies a checkpoint."""
-
-    class Layer(One):
-        def part(self, x):
-            return F.dropout(F.dropout(self.fc(x), 0.5).sin(), 0.3).exp()
-
-        @torch.compiler.nested_compile_region
-        def forward(self, x):
-            return super().forward(x)
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(self.Layer() for _ in range(3))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x) + x
-        return x
 
 
 @torch.compiler.nested_compile_region
@@ -263,7 +233,6 @@ class Twice(One):
         return noise(y) - 2 * noise(y) + region(y) - 2 * region(y)
 
 
-add({"Stack": trained(Stack, orders=MIXED)}, on_cpu=("exact",))
 add({"RegionsInside": trained(RegionsInside, orders=MIXED)}, on_cpu=("paired",))
 add({"Writes": trained(Writes, orders=MIXED)}, on_cpu=("exact",))
 ways.add({"Twice": trained(Twice)})
@@ -305,20 +274,6 @@ def layers_that_share_a_region(session):
         yield learn(module, module(x).square().sum())
 
 
-def calls_without_gradients_in_between(session):
-    module, call = session.compiled(Masks)
-    for number, x in enumerate(session.batches(4, 16, count=10)):
-        out = call(x)
-        if number % 2:
-            with torch.no_grad():
-                yield [call(x)]
-        if number % 3 == 0:
-            with torch.inference_mode():
-                other = call(x).clone()
-            yield [other]
-        yield learn(module, out.square().sum())
-
-
 def saved_as_copies(session):
     module, call = session.compiled(Masks)
     for x in session.batches(4, 16, count=6):
@@ -332,7 +287,6 @@ add({"sizes are symbols": sizes(dynamic=True)})
 add({"layers that share a region": layers_that_share_a_region})
 add({"saved as copies": saved_as_copies}, on_cpu=("paired",), replays="some")
 ways.add({"sizes": sizes(dynamic=None)})
-ways.add({"calls without gradients": calls_without_gradients_in_between}, replays="some")
 
 
 # ---- options, and what fails to be captured

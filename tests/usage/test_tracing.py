@@ -9,7 +9,6 @@ import torch
 from torch._logging._internal import LazyTraceHandler, TorchLogsFormatter
 from torch.profiler import ProfilerActivity, profile
 
-from cgpass.compile.passes import base
 from cgpass.runtime.executor import Executor
 
 OPTIONS = {"driver": "simulated", "compiler": "eager"}
@@ -127,15 +126,6 @@ def test_recordings_with_cause_and_duration_under_their_compilation(trace):
     moved = json.loads(payload)
     assert moved["cause"] == "moved"
     assert "w (float32[4, 4], read at test_tracing.py" in moved["detail"]
-
-
-def test_nothing_is_made_where_nothing_is_traced(monkeypatch):
-    monkeypatch.setattr(base, "graph_text", pytest.fail)
-    torch.compiler.reset()
-    call = torch.compile(torch.sin, backend="cgpass", options={**OPTIONS, "min_partition_ops": 1})
-    for _ in range(3):
-        call(torch.ones(2))
-    torch.compiler.reset()
 
 
 def test_a_line_for_each_graph_and_each_recording(caplog):

@@ -5,12 +5,8 @@ import torch
 from torch.nn import functional as F
 
 from cgpass.errors import OutputError
+from tests.unit.runners import counts
 from tests.usage.programs import ATEN, Ways
-
-
-def counts(call):
-    stats = call.stats
-    return (stats.warmups, stats.recordings, stats.replays, stats.plain_calls)
 
 
 def test_a_write_to_an_inference_tensor_is_seen(setting):
@@ -86,21 +82,6 @@ def test_a_wrapper_inside_a_wrapper(setting):
     for _ in range(3):
         torch.testing.assert_close(inner(batch), (batch * 2).sin())
     assert inner.stats.replays > 0
-
-
-@pytest.mark.parametrize("outputs", ["shared", "owned"])
-def test_shapes_that_return_other_numbers_of_outputs(setting, outputs):
-    def fn(x):
-        return (x + 1, x * 2, x - 1) if x.shape[0] > 2 else x + 1
-
-    session = setting.session(outputs=outputs)
-    call, held = session.wrap(fn), []
-    for _ in range(12):
-        for size in (3, 2):
-            batch = session.randn(size)
-            held = [*held[-8:], (call(batch), fn(batch))]
-            for found, expected in held:
-                torch.testing.assert_close(found, expected)
 
 
 class Tagged(torch.Tensor):
@@ -206,16 +187,6 @@ def the_default_dtype_belongs_to_the_signature(session):
 @ways.everywhere
 def test_ways_to_wrap(way, program):
     program.check(way)
-
-
-def test_a_read_neighbour_of_a_written_input_is_not_written(setting):
-    session = setting.session()
-    call = session.wrap(lambda total, x: torch._foreach_lerp_([total], [x], 0.5))
-    both = session.randn(2, 4)
-    for _ in range(4):
-        call(both[0], both[1].clone())
-    (recording,) = call._runner.table.all()
-    assert recording.written == {0}
 
 
 @pytest.mark.parametrize("static", [(), (0,)])
