@@ -1,5 +1,6 @@
 """Errors that are not the capture's: the user's own, memory that runs out; functions that are dropped."""
 
+import functools
 import gc
 import logging
 
@@ -9,8 +10,10 @@ from torch import nn
 
 import cgpass
 from cgpass.runtime import owner as owners
-from tests.usage.programs import MLP
+from tests.usage.programs import MLP, in_threads
 from tests.usage.test_failures import is_recording, warned
+
+COMPILERS = ["eager", "inductor"]
 
 DUE = []
 """What `raises` raises, as long as it is here."""
