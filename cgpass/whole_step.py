@@ -385,7 +385,7 @@ class _Rate:
 
 
 class _RatesAsTensors(Mode):
-    """Have groups read the tensors; fused optimizers, which could be captured, say that they can: of each group."""
+    """Have groups read the tensors. In a capture, groups of fused optimizers say that they are capturable, which they are."""
 
     def __init__(self, rates: Sequence[_Rate]) -> None:
         super().__init__()
@@ -396,7 +396,8 @@ class _RatesAsTensors(Mode):
         self._before = [(r.group, r.group["lr"], r.group.get("capturable")) for r in self._rates]
         for rate in self._rates:
             rate.group["lr"] = rate.tensor
-            if rate.tensor.is_cuda and rate.group.get("fused") and "capturable" in rate.group:
+            fused = rate.group.get("fused") and "capturable" in rate.group
+            if fused and rate.tensor.is_cuda and torch_private.is_capturing():
                 rate.group["capturable"] = True
 
     def undo(self) -> None:

@@ -28,7 +28,7 @@ def test_what_was_expected_passes(call):
 
 def test_what_was_not_is_named_with_what_was_compiled(call):
     call()
-    message = r"^cgpass\.expect: recordings grew by 1, not by 0; replays grew by 1, not by 3 \(all else: calls 1, "
+    message = r"^cgpass\.expect: recordings grew by 1, not by 0; replays grew by 1, not by 3 \(other counters: calls 1, "
     with (
         pytest.raises(ExpectationError, match=message) as error,
         cgpass.expect(recordings=0, replays=3),
