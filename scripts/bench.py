@@ -20,7 +20,6 @@ On CPU the simulated driver runs; its times say nothing but that the script work
 """
 
 import argparse
-import collections
 import json
 import os
 import subprocess
@@ -106,97 +105,96 @@ class Bench:
 
     def measured(self, todo: list[tuple[str, str]]) -> list[Entry]:
         """Return the results of some models, each in a mode."""
-        every = {key: jobs(self.args, *key) for key in todo}
-        found = {key: {job.arm: {} for job in some} for key, some in every.items()}
+        every = {key: [(job, {}) for job in jobs(self.args, *key)] for key in todo}
         for key, some in every.items():
             if key[0] == "start":
-                self.started(some, found[key])
-        self.stepped({key: some for key, some in every.items() if key[0] != "start"}, found)
+                self.started(some)
+        self.stepped([some for key, some in every.items() if key[0] != "start"])
         tiny = " (tiny)" * self.args.quick
-        titles = {model: models.SPECS[model].title + tiny for _, model in todo}
         return [
-            {"model": model, "mode": mode, "title": titles[model], "arms": found[mode, model]}
-            for mode, model in todo
+            {
+                "model": model,
+                "mode": mode,
+                "title": models.SPECS[model].title + tiny,
+                "arms": {job.arm: entry for job, entry in some},
+            }
+            for (mode, model), some in every.items()
         ]
 
-    def started(self, todo: list[Job], found: dict[str, Entry]) -> None:
+    def started(self, todo: list[tuple[Job, Entry]]) -> None:
         """Time first steps with an empty compile cache, then in a second process with what the first one left."""
         with tempfile.TemporaryDirectory(dir=self.scratch) as caches:
             for phase in ("cold", "warm"):
                 every = [
-                    Process(job, Path(caches, str(n)))
-                    for n, job in enumerate(todo)
-                    if "error" not in found[job.arm]
+                    Process(job, entry, Path(caches, str(n)))
+                    for n, (job, entry) in enumerate(todo)
+                    if "error" not in entry
                 ]
                 for each, answer in zip(every, self.all_say(every, "first_steps"), strict=True):
-                    told = {f"{phase}_s": answer["seconds"]} if answer else each.error
-                    found[each.job.arm] |= told or {}
+                    if answer:
+                        each.entry[f"{phase}_s"] = answer["seconds"]
                     each.kill()
 
-    def stepped(
-        self, todo: dict[tuple[str, str], list[Job]], found: dict[tuple[str, str], dict[str, Entry]]
-    ) -> None:
+    def stepped(self, todo: list[list[tuple[Job, Entry]]]) -> None:
         """Prepare all arms of some models side by side, then measure arm after arm, model after model."""
         theirs = self.scratch / "baseline"  # what is compiled by other code
-        of_model = {
-            key: [Process(job, theirs if job.arm.endswith(arms.BASELINE) else None) for job in some]
-            for key, some in todo.items()
-        }
-        every = [each for some in of_model.values() for each in some]
+        of_models = [
+            [
+                Process(*pair, theirs if pair[0].arm.endswith(arms.BASELINE) else None)
+                for pair in some
+            ]
+            for some in todo
+        ]
+        every = [each for some in of_models for each in some]
         try:
             for each, answer in zip(every, self.all_say(every, "prepare"), strict=True):
-                entry = found[each.job.mode, each.job.model][each.job.arm]
-                entry |= answer or each.error or {}
-                spent = time.monotonic() - self.begun
-                print(f"{spent:4.0f} s: {each.job.name}: {entry.get('error') or 'prepared'}")
-            for key, some in of_model.items():
-                self.take_turns(some, found[key])
-                self.check(some, found[key])
+                each.entry |= answer
+                spent, job = time.monotonic() - self.begun, each.job
+                how = each.entry.get("error", "prepared")
+                print(f"{spent:4.0f} s: {job.model}, {job.mode}, {job.arm}: {how}")
+            for some in of_models:
+                self.take_turns(some)
+                self.check(some)
                 for each in some:
                     each.kill()
         finally:
             for each in every:
                 each.kill()
 
-    def all_say(self, every: list[Process], command: str) -> list[Answer | None]:
+    def all_say(self, every: list[Process], command: str) -> list[Answer]:
         for each in every:
             each.say(command)
         return [each.hear(self.deadline) for each in every]
 
-    def take_turns(self, every: list[Process], found: dict[str, Entry]) -> None:
+    def take_turns(self, every: list[Process]) -> None:
         """Let each arm run a block, again and again, the first one moving on; then what is measured once."""
-        times: dict[str, dict[str, list[float]]] = collections.defaultdict(
-            lambda: collections.defaultdict(list)
-        )
-        counters: dict[str, dict[str, int]] = {}
+        blocks: dict[Process, list[Answer]] = {each: [] for each in every}
         for number in range(self.args.rounds):
             shift = number % len(every)
             for each in every[shift:] + every[:shift]:
-                if answer := each.ask("block", self.deadline):
-                    counters[each.job.arm] = answer.pop("counters")
-                    for key, values in answer.items():
-                        times[each.job.arm][key] += values
-        for each in every:
-            entry, arm = found[each.job.arm], each.job.arm
-            use = each.ask("memory", self.deadline)
-            entry |= {key: spread_of(values) for key, values in times[arm].items()}
-            entry |= use or each.error or {}
-            if use is not None and counters[arm].get("calls"):
-                counts = {
-                    key: round(n / 3 / self.args.steps, 2) for key, n in counters[arm].items()
-                }
-                entry["per_step"] = {key: count for key, count in counts.items() if count}
+                blocks[each] += filter(None, self.all_say([each], "block"))
+        for each, said in blocks.items():
+            (use,) = self.all_say([each], "memory")
+            each.entry |= use
+            counters = [block.pop("counters") for block in said]
+            for key in said[0] if said else ():
+                each.entry[key] = spread_of([ms for block in said for ms in block[key]])
+            if counters and counters[-1].get("calls"):
+                steps = 3 * self.args.steps
+                counts = {key: round(n / steps, 2) for key, n in counters[-1].items()}
+                each.entry["per_step"] = {key: count for key, count in counts.items() if count}
 
-    def check(self, every: list[Process], found: dict[str, Entry]) -> None:
+    def check(self, every: list[Process]) -> None:
         """Compare results: of cgpass bitwise with the same kernels without graphs, others roughly with eager's."""
-        todo = [each for each in every if arms.is_ours(each.job.arm) and not each.error]
+        todo = [each for each in every if arms.is_ours(each.job.arm) and not each.is_gone]
         for command in ("check", "check_deterministic"):
             for each, answer in zip(todo, self.all_say(todo, command), strict=True):
-                found[each.job.arm]["check"] = answer or {"equal": False} | (each.error or {})
-            todo = [p for p in todo if not found[p.job.arm]["check"]["equal"] and not p.error]
-        names = [name for name in ("eager", "default", *found) if "losses" in found.get(name, {})]
+                each.entry["check"] = answer or {"equal": False}
+            todo = [p for p in todo if not p.entry["check"]["equal"] and not p.is_gone]
+        found = {each.job.arm: each.entry for each in every if "losses" in each.entry}
+        names = [name for name in ("eager", "default", *found) if name in found]
         for arm, entry in found.items():
-            if "losses" in entry and "check" not in entry and not arm.startswith("guards"):
+            if "check" not in entry and not arm.startswith("guards"):
                 pairs = zip(entry["losses"], found[names[0]]["losses"], strict=True)
                 close = all(abs(a - b) <= NO_DISTANCE * max(1.0, abs(b)) for a, b in pairs)
                 entry["check"] = {"close": close}

@@ -5,18 +5,10 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/_venv.sh
 
-directory=.venv-docs
-[[ -x $directory/bin/python ]] || create_venv "$directory"
-python=$directory/bin/python
-wanted=$("$python" -c 'import pathlib, tomllib
-for each in tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]["optional-dependencies"]["docs"]:
+mapfile -t packages < <(python3 -c 'import tomllib
+for each in tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"]:
     print(each)')
-stamp=$directory/.cgpass-setup
-if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
-  echo "== installing what the documentation is built with into $directory"
-  "$python" -m pip install --quiet --disable-pip-version-check -r /dev/stdin <<<"$wanted"
-  echo "$wanted" >"$stamp"
-fi
+install_once .venv-docs "${packages[@]}"
 echo "== documentation"
-NO_MKDOCS_2_WARNING=1 PATH="$PWD/$directory/bin:$PATH" "$python" -m mkdocs build --strict
+NO_MKDOCS_2_WARNING=1 PATH="$PWD/.venv-docs/bin:$PATH" python -m mkdocs build --strict
 echo "built strictly: build/site/index.html"

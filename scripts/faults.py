@@ -15,12 +15,12 @@ The status is 1 where anything was wrong.
 """
 
 import argparse
+import contextlib
 import faulthandler
 import multiprocessing
 import os
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -40,17 +40,21 @@ SHOWN = 5
 """Faults of a program that are printed."""
 MODELS = ("gpt", "convolutions", "attention")
 KINDS = {
-    "points": [name for name in PROGRAMS if name not in MODELS],
-    "captures": list(MODELS),
-    "alarms": ["held_now_and_then", "dropout", "train_step_adamw", "pending_calls", "host_sync"],
+    "points": (
+        "An error raised at a line or native call of the runtime",
+        [name for name in PROGRAMS if name not in MODELS],
+    ),
+    "captures": (
+        "An error raised at an operator, in warm-ups, captures and calls without a graph",
+        list(MODELS),
+    ),
+    "alarms": (
+        "An error that the handler of a signal raises, somewhere in a run",
+        ["held_now_and_then", "dropout", "train_step_adamw", "pending_calls", "host_sync"],
+    ),
 }
 ALARMS = 480
 """Of each program."""
-TEXTS = {
-    "points": "An error raised at a line or native call of the runtime",
-    "captures": "An error raised at an operator, in warm-ups, captures and calls without a graph",
-    "alarms": "An error that the handler of a signal raises, somewhere in a run",
-}
 
 
 def main() -> int:
@@ -63,10 +67,9 @@ def main() -> int:
     add("--every", type=int, default=1, metavar="K", help="take each K-th fault")
     add("--driver", default="simulated", choices=("simulated", "cuda"))
     add("--seed", type=int, default=0)
-    add("--at", default="", help="only faults whose text has this, as in recording.py:210")
     add("--markdown", type=Path, help="where the table goes")
     given = parser.parse_args()
-    names = given.programs.split(",") if given.programs else KINDS[given.kind]
+    names = given.programs.split(",") if given.programs else KINDS[given.kind][1]
     if unknown := [name for name in names if name not in PROGRAMS]:
         parser.error(f"no such program: {', '.join(unknown)}")
     torch.set_num_threads(1)
@@ -112,19 +115,14 @@ def in_a_process(
 ) -> Iterator[tuple[int, str, str | None]]:
     """Yield what a forked process tells of a program's faults, from one on."""
     here, there = multiprocessing.Pipe(duplex=False)
-    if (pid := os.fork()) == 0:
-        try:
-            work(name, given, begin, there)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(0)
+    fork = multiprocessing.get_context("fork")
+    process = fork.Process(target=work, args=(name, given, begin, there))
+    process.start()
     there.close()
-    try:
+    with contextlib.suppress(EOFError):
         while True:
             yield here.recv()
-    except EOFError:
-        os.waitpid(pid, 0)
+    process.join()
 
 
 def work(name: str, given: argparse.Namespace, begin: int, pipe: Connection) -> None:
@@ -138,14 +136,12 @@ def work(name: str, given: argparse.Namespace, begin: int, pipe: Connection) -> 
 
 
 def faults(campaign: Campaign, given: argparse.Namespace) -> list[Fault]:
-    if given.kind == "captures":
-        found = campaign.captures()
-    elif given.kind == "alarms":
-        found = campaign.alarms(ALARMS)
-    else:
-        found = campaign.faults(shift=given.seed)
-    found = [(text, inject) for text, inject in found if given.at in text]
-    return found[given.seed % given.every :: given.every]
+    made = {
+        "points": lambda: campaign.faults(shift=given.seed),
+        "captures": campaign.captures,
+        "alarms": lambda: campaign.alarms(ALARMS),
+    }
+    return made[given.kind]()[given.seed % given.every :: given.every]
 
 
 def table(given: argparse.Namespace, rows: list[tuple[Any, ...]], seconds: float) -> str:
@@ -154,7 +150,7 @@ def table(given: argparse.Namespace, rows: list[tuple[Any, ...]], seconds: float
     which = "every fault" if given.every == 1 else f"each {given.every}th fault"
     head = (
         f"# Faults: {which}, seed {given.seed}\n\n"
-        f"{TEXTS[given.kind]}, one at a time, and whether the program was right afterwards: `scripts/faults.py`, "
+        f"{KINDS[given.kind][0]}, one at a time, and whether the program was right afterwards: `scripts/faults.py`, "
         f"driver {given.driver}, torch {torch.__version__}, Python {sys.version.split()[0]}.\n\n"
         "| program | faults | right afterwards | processes that ended |\n|---|---|---|---|\n"
     )

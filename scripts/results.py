@@ -9,16 +9,24 @@ differ, are of tiny models or of no commit are refused, and nothing is kept then
 """
 
 import argparse
+import ast
+import dataclasses
+import inspect
+import itertools
 import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchlib import report, tables
+from benchlib import report
 from benchlib.models import REAL
 from benchlib.report import differs, number, table, value
-from benchlib.tables import with_table
+
+from cgpass.compile.facts.op_tables import FIXES
+from cgpass.options import Options
+from cgpass.telemetry import CallStats, CompileStats
+from cgpass.telemetry.reason import OTHER_FIXES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -162,6 +170,78 @@ def texts(directory: Path, readme: Path) -> dict[Path, str]:
     return wanted
 
 
+def docstrings(cls: type) -> dict[str, str]:
+    """Return the string literal that stands under each field of a class."""
+    (definition,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(definition, ast.ClassDef)
+    body = definition.body
+    found = {}
+    for field, text in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            found[field.target.id] = inspect.cleandoc(text.value.value).replace("\n", " ")
+    return found
+
+
+def values(field: dataclasses.Field) -> str:
+    """Return the default and what else is allowed."""
+    if allowed := field.metadata.get("allowed"):
+        return ", ".join(f'`"{value}"`' for value in allowed)
+    if "at_least" in field.metadata:
+        return f"`{field.default}`, at least {field.metadata['at_least']}"
+    return f"`{getattr(Options(), field.name)!r}`"
+
+
+def options_table() -> str:
+    meanings = docstrings(Options)
+    fields = dataclasses.fields(Options)
+    rows = [[f"`{field.name}`", values(field), meanings[field.name]] for field in fields]
+    return table(["option", "values (default first)", "meaning"], rows)
+
+
+def reasons_table() -> str:
+    fixes = sorted({**FIXES, **OTHER_FIXES}.items())
+    return table(["code", "what to do"], [[f"`{code}`", fix] for code, fix in fixes])
+
+
+def counters_table() -> str:
+    meanings = docstrings(CallStats) | docstrings(CompileStats)
+    rows = [[f"`{name}`", meaning] for name, meaning in meanings.items()]
+    return table(["counter", "what it counts"], rows)
+
+
+def depths() -> str:
+    """Return the plots of step time over width and depth, of all machines on which a grid was measured."""
+    said = "Step time over the number of layers, for three widths, with logarithmic axes"
+    paths = sorted(RESULTS.glob("depths-*.svg"))
+    return "".join(f"![{said}](results/{path.name})\n" for path in paths)
+
+
+TABLES = {
+    "depths": (ROOT / "docs" / "train-step.md", depths),
+    "options": (ROOT / "docs" / "options.md", options_table),
+    "reasons": (ROOT / "docs" / "explain.md", reasons_table),
+    "counters": (ROOT / "docs" / "explain.md", counters_table),
+}
+
+
+def with_table(text: str, name: str, table: str) -> str:
+    """Return `text` with the table between its markers."""
+    begin, end = (f"<!-- {name}: {edge} -->\n" for edge in ("begin", "end"))
+    head, found, rest = text.partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"there are no markers for the table of {name}")
+    return head + begin + table + end + tail
+
+
+def documents() -> dict[Path, str]:
+    """Return what documents with tables that come from the code have to be."""
+    found: dict[Path, str] = {}
+    for name, (path, shown) in TABLES.items():
+        found[path] = with_table(found.get(path) or path.read_text(), name, shown())
+    return found
+
+
 def out_of_step(wanted: dict[Path, str]) -> list[str]:
     """Return what is said of files that aren't as they have to be."""
     return [
@@ -194,9 +274,11 @@ def main(argv: list[str] | None = None) -> int:
         for path in take(args.take, RESULTS):
             print(f"kept {path.name}")
     if not args.check:
-        for path, text in (texts(RESULTS, README) | tables.texts()).items():
+        for path, text in texts(RESULTS, README).items():
             path.write_text(text)
-    said = problems() + out_of_step(tables.texts())
+        for path, text in documents().items():  # which show what is there by now
+            path.write_text(text)
+    said = problems() + out_of_step(documents())
     for line in said:
         print(line, file=sys.stderr)
     return 1 if said else 0

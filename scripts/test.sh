@@ -24,12 +24,15 @@ while (($#)); do
   case $1 in
     -h | --help) usage && exit ;;
     --torch) torch=${2:?--torch needs a version, e.g. 2.11.0} && shift 2 ;;
-    --torch=*) torch=${1#*=} && shift ;;
     *) break ;;
   esac
 done
 
-prepare_venv dev "$torch"
+directory=${CGPASS_VENV:-${torch:+.venv-torch-$torch}}
+directory=${directory:-${VIRTUAL_ENV:-.venv}}
+install_once "$directory" ${torch:+"torch==$torch"} -e ".[dev]"
+PYTHON=$(cd "$directory/bin" && pwd)/python
+"$PYTHON" -c 'import sys, torch; print("== Python", sys.version.split()[0], "torch", torch.__version__, "CUDA", torch.cuda.is_available())'
 
 # What cgpass compiles at first use is compiled once, beside the first checks, and not by each process of pytest.
 "$PYTHON" -m cgpass build >/dev/null &

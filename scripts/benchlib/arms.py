@@ -4,6 +4,7 @@ Every arm has its own copy of the model and its own fused AdamW.
 """
 
 import contextlib
+import copy
 import importlib
 import operator
 import time
@@ -54,24 +55,6 @@ def is_ours(name: str) -> bool:
     return name.split(":")[0] in ("cgpass", "cgpass-step", "graphed") and BASELINE not in name
 
 
-def compile_settings(name: str, device: torch.device, *, plain: bool = False) -> dict[str, Any]:
-    """Return the keyword arguments for torch.compile; `plain` is cgpass' kernels without graphs."""
-    base, options = parse(name)
-    if base == "cgpass":
-        return {"backend": importlib.import_module("cgpass").cgpass} | {
-            "options": our_options(options, device, plain=plain)
-        }
-    if base == "default" and device.type == "cpu":
-        return {"backend": "aot_eager"}  # kernels for the CPU are not what is measured
-    return {"mode": base} if base == "reduce-overhead" else {}
-
-
-def our_options(given: dict[str, Any], device: torch.device, *, plain: bool) -> dict[str, Any]:
-    """Return the options of a compiled arm of cgpass; on CPU the simulated driver runs aten kernels."""
-    here = {"compiler": "eager", "driver": "simulated"} if device.type == "cpu" else {}
-    return here | given | ({"driver": "none"} if plain else {})
-
-
 def wait_for_native_code() -> None:
     """Wait for what cgpass compiles once a machine, by the names that this checkout or an older one has for it."""
     for module, name in (("native", "loader.wait"), ("fast", "wait"), ("node", "wait")):
@@ -88,26 +71,42 @@ class Arm:
     def __init__(self, name: str, workload: Workload, *, plain: bool = False) -> None:
         self.base, self.options = parse(name)
         self.name, self.workload, self.plain = name, workload, plain
-        tag = "".join(c if c.isalnum() else "_" for c in name) + "_plain" * plain
-        self.module: Any = workload.instance(tag)
+        module: Any = copy.deepcopy(workload.master).to(workload.device)
+        self.module = module.train(not workload.inference)
         self._call: Callable[..., torch.Tensor] = self.module
         self.started = time.perf_counter()
         self._compile()
-        self.optimizers = self._new_optimizers()
+        self.optimizer = self._new_optimizer()
 
     def _compile(self) -> None:
         spec = self.workload.spec
         if self.base == "eager":
             return
-        settings = compile_settings(self.name, self.workload.device, plain=self.plain)
+        settings: dict[str, Any] = {}
+        if self.base == "cgpass":
+            cgpass = importlib.import_module("cgpass").cgpass
+            settings = {"backend": cgpass, "options": self._our_options()}
+        elif self.base == "reduce-overhead":
+            settings = {"mode": self.base}
+        elif self.workload.device.type == "cpu":
+            settings = {"backend": "aot_eager"}  # kernels for the CPU are not what is measured
         if spec.regions is not None:
             for region in spec.regions(self.module):
                 region.compile(**settings)
         else:
             self._call = torch.compile(self.module, **settings)
 
-    def _new_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [torch.optim.AdamW(self.module.parameters(), lr=1e-4, fused=True)]
+    def _our_options(self) -> dict[str, Any]:
+        """Return the options of a compiled arm of cgpass; `plain` is its kernels without graphs.
+
+        On CPU the simulated driver runs aten kernels.
+        """
+        is_simulated = self.workload.device.type == "cpu"
+        here = {"compiler": "eager", "driver": "simulated"} if is_simulated else {}
+        return here | self.options | ({"driver": "none"} if self.plain else {})
+
+    def _new_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.module.parameters(), lr=1e-4, fused=True)
 
     def prepare(self) -> None:
         """Do what must happen once before the first step."""
@@ -119,8 +118,7 @@ class Arm:
         if self.base == "reduce-overhead":
             torch.compiler.cudagraph_mark_step_begin()
         if not self.workload.inference:
-            for optimizer in self.optimizers:
-                optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=True)
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Run forward and backward, or the forward alone; return the loss.
@@ -137,8 +135,7 @@ class Arm:
     def finish(self) -> None:
         """End a step: run the optimizer."""
         if not self.workload.inference:
-            for optimizer in self.optimizers:
-                optimizer.step()
+            self.optimizer.step()
 
     def nothing(self) -> None:
         """Do nothing, where `run` does all of it."""
@@ -156,10 +153,9 @@ class Arm:
             start = self.workload.master.state_dict()
             for key, value in self.module.state_dict().items():
                 value.copy_(start[key])
-            for optimizer in self.optimizers:
-                for state in optimizer.state.values():
-                    for value in state.values():
-                        value.zero_()
+            for state in self.optimizer.state.values():
+                for value in state.values():
+                    value.zero_()
 
     def _loss(self, batch: Batch) -> torch.Tensor:
         with self._autocast():
@@ -181,15 +177,14 @@ class StepArm(Arm):
 
     def prepare(self) -> None:
         super().prepare()
-        module, autocast, device = self.module, self._autocast(), self.workload.device
+        module, autocast = self.module, self._autocast()
 
         def loss_fn(**batch: torch.Tensor) -> torch.Tensor:
             with autocast:
                 return module(**batch)
 
-        options = our_options(self.options, device, plain=self.plain)
         train_step = importlib.import_module("cgpass").train_step
-        self._step = train_step(loss_fn, self.optimizers, options=options)
+        self._step = train_step(loss_fn, self.optimizer, options=self._our_options())
 
     def run(self, batch: Batch) -> torch.Tensor:
         return self._step(**batch)
@@ -251,11 +246,11 @@ class LimitArm(Arm):
         self.copies_inputs = True
         self._static = {key: value.clone() for key, value in self.workload.batches[0].items()}
 
-    def _new_optimizers(self) -> list[torch.optim.Optimizer]:
+    def _new_optimizer(self) -> torch.optim.Optimizer:
         if self.base != "limit-step":
-            return super()._new_optimizers()
+            return super()._new_optimizer()
         lr = torch.tensor(1e-4, device=self.workload.device)
-        return [torch.optim.AdamW(self.module.parameters(), lr=lr, fused=True, capturable=True)]
+        return torch.optim.AdamW(self.module.parameters(), lr=lr, fused=True, capturable=True)
 
     def prepare(self) -> None:
         """Warm up on a side stream, then capture; raises where the model synchronises with the host."""

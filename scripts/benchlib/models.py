@@ -4,10 +4,7 @@ A workload is a module whose forward returns the loss, and a few batches to rota
 module in every arm, so that all arms run the same forward and backward.
 """
 
-import copy
-import functools
 import importlib
-import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 Batch = dict[str, torch.Tensor]
 NUM_BATCHES = 4
@@ -109,18 +105,6 @@ class Workload:
     batches: list[Batch]
     inference: bool = False
 
-    def instance(self, tag: str) -> nn.Module:
-        """Copy the model to the device.
-
-        Its forward has a code object of its own, so that Dynamo's cache of one copy is never searched by another.
-        """
-        module = copy.deepcopy(self.master).to(self.device).train(not self.inference)
-        base = type(module)
-        code = base.forward.__code__.replace(co_name=f"forward_{tag}")
-        forward = types.FunctionType(code, base.forward.__globals__, f"forward_{tag}")
-        module.__class__ = type(f"{base.__name__}_{tag}", (base,), {"forward": forward})
-        return module
-
 
 def tokens(batch: int, seq: int, vocab: int) -> Callable[[torch.Generator, bool], Batch]:
     def make(generator: torch.Generator, tiny: bool) -> Batch:
@@ -142,13 +126,8 @@ def images(batch: int, size: int) -> Callable[[torch.Generator, bool], Batch]:
     return make
 
 
-def numbers(*shape: int, tiny: tuple[int, ...] = ()) -> Callable[[torch.Generator, bool], Batch]:
-    small = tiny or shape
-
-    def make(generator: torch.Generator, tiny: bool) -> Batch:
-        return {"x": torch.randn(small if tiny else shape, generator=generator)}
-
-    return make
+def numbers(*shape: int) -> Callable[[torch.Generator, bool], Batch]:
+    return lambda generator, tiny: {"x": torch.randn(shape, generator=generator)}
 
 
 def transformer(
@@ -158,9 +137,8 @@ def transformer(
         kind = getattr(importlib.import_module("transformers"), name)
         model = kind(kind.config_class(**(full or {}) | (small if tiny else {})))
         if "LMHead" in name:
-            model.loss_type = (
-                "ForCausalLM"  # else it is looked up with a log message: a graph break
-            )
+            # or it is looked up with a log message: a graph break
+            model.loss_type = "ForCausalLM"
         return LanguageLoss(model)
 
     return build
@@ -185,20 +163,29 @@ SIZES |= {"num_experts_per_tok": 2, "vocab_size": 32000, "use_cache": False}
 mixtral = transformer("MixtralForCausalLM", GROUPED | {"num_local_experts": 4}, SIZES)
 
 
-def timm_model(name: str, tiny_name: str, small: dict[str, int], tiny: bool) -> nn.Module:
-    timm = importlib.import_module("timm")
-    return ImageLoss(timm.create_model(tiny_name if tiny else name, **(small if tiny else {})))
+def classifier(name: str, tiny_name: str, **small: int) -> Callable[[bool], nn.Module]:
+    def build(tiny: bool) -> nn.Module:
+        create = importlib.import_module("timm").create_model
+        return ImageLoss(create(tiny_name, **small) if tiny else create(name))
+
+    return build
 
 
-resnet50 = functools.partial(timm_model, "resnet50", "resnet18", {})
+resnet50 = classifier("resnet50", "resnet18")
 VIT = "vit_small_patch16_224"
-vit_small = functools.partial(
-    timm_model, VIT, VIT, {"img_size": 32, "depth": 1, "embed_dim": 48, "num_heads": 3}
-)
+vit_small = classifier(VIT, VIT, img_size=32, depth=1, embed_dim=48, num_heads=3)
 
 
-def stack(depth: int, layer: Callable[[], nn.Module] = small_layer) -> Callable[[bool], nn.Module]:
-    return lambda tiny: SquareLoss([layer() for _ in range(min(depth, 3) if tiny else depth)])
+def stack(
+    depth: int, layer: Callable[[], nn.Module] = small_layer, saving: str = ""
+) -> Callable[[bool], nn.Module]:
+    """Return what builds layers, each under a module's `checkpoint` where one is named."""
+
+    def build(tiny: bool) -> nn.Module:
+        function = importlib.import_module(saving).checkpoint if saving else None
+        return SquareLoss([layer() for _ in range(min(depth, 3) if tiny else depth)], function)
+
+    return build
 
 
 class ActorCritic(nn.Module):
@@ -226,20 +213,6 @@ def episodes(generator: torch.Generator, tiny: bool) -> Batch:
         "label": torch.randint(0, 4, (count,), generator=generator),
         "returns": torch.randn(count, generator=generator),
     }
-
-
-def attentions(tiny: bool) -> nn.Module:
-    return SquareLoss([Attention(64, 0.1) for _ in range(2 if tiny else 48)], checkpoint)
-
-
-def blocks(saving: str) -> Callable[[bool], nn.Module]:
-    def build(tiny: bool) -> nn.Module:
-        cgpass = importlib.import_module("cgpass") if saving == "cgpass" else None
-        function = {"": None, "torch": checkpoint}.get(saving, cgpass and cgpass.checkpoint)
-        depth, width = (2, 64) if tiny else (12, 1024)
-        return SquareLoss([feed_forward(width) for _ in range(depth)], function)
-
-    return build
 
 
 LLAMA = {"build": llama, "batch": tokens(1, 256, 32000)}
@@ -298,21 +271,21 @@ SPECS: dict[str, ModelSpec] = REAL | {
     ),
     "attentions": ModelSpec(
         title="48 checkpointed attentions, dropout",
-        build=attentions,
+        build=stack(48, lambda: Attention(64, 0.1), "torch.utils.checkpoint"),
         batch=numbers(2, 64, 64),
         **FP32,
     ),
     **{
-        f"blocks{'_' * bool(saving)}{saving}": ModelSpec(
+        name: ModelSpec(
             title=f"12 blocks, {title}",
-            build=blocks(saving),
-            batch=numbers(8, 512, 1024, tiny=(2, 4, 64)),
+            build=stack(12, lambda: feed_forward(1024), saving),
+            batch=numbers(8, 512, 1024),
             **FP32,
         )
-        for saving, title in (
-            ("", "no checkpoints"),
-            ("torch", "torch.utils.checkpoint"),
-            ("cgpass", "cgpass.checkpoint"),
+        for name, title, saving in (
+            ("blocks", "no checkpoints", ""),
+            ("blocks_torch", "torch.utils.checkpoint", "torch.utils.checkpoint"),
+            ("blocks_cgpass", "cgpass.checkpoint", "cgpass"),
         )
     },
 }

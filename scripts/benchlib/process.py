@@ -32,11 +32,12 @@ def environment(job: Job, cache: Path | None) -> dict[str, str]:
 
 
 class Process:
-    """A process that runs one job; `error` is what went wrong first, and from then on the process is gone."""
+    """A process that runs one job; the error with which it ends goes into `entry`."""
 
-    def __init__(self, job: Job, cache: Path | None = None) -> None:
+    def __init__(self, job: Job, entry: Answer, cache: Path | None = None) -> None:
         self.job = job
-        self.error: Answer | None = None
+        self.entry = entry
+        self.is_gone = False
         self._pipe, there = multiprocessing.Pipe()
         described = json.dumps(dataclasses.asdict(job))
         command = [sys.executable, "-m", "benchlib.worker", described, str(there.fileno())]
@@ -46,14 +47,14 @@ class Process:
 
     def say(self, command: str) -> None:
         """Give it a command."""
-        if self.error is None:
+        if not self.is_gone:
             with contextlib.suppress(OSError):  # it is gone; whoever hears finds out
                 self._pipe.send(command)
 
-    def hear(self, until: float) -> Answer | None:
-        """Return its answer; None if something went wrong, before or now: see `error`."""
-        if self.error is not None:
-            return None
+    def hear(self, until: float) -> Answer:
+        """Return its answer; an empty one if something went wrong, before or now."""
+        if self.is_gone:
+            return {}
         answer: Answer = {"error": "no answer in time"}
         try:
             if self._pipe.poll(max(0.0, until - time.monotonic())):
@@ -62,14 +63,10 @@ class Process:
             answer = {"error": "the process ended without a word"}
         if "error" not in answer:
             return answer
-        self.error = answer
+        self.entry |= answer
+        self.is_gone = True
         self.kill()
-        return None
-
-    def ask(self, command: str, until: float) -> Answer | None:
-        """Give a command and return the answer."""
-        self.say(command)
-        return self.hear(until)
+        return {}
 
     def kill(self) -> None:
         """End it, whatever it does."""

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from typing import Any
 
@@ -16,6 +16,8 @@ COLOURS = {
     "cgpass-step": "#3aa67a",
 }
 INK = "#7a7a7a"
+COMPARED = ("step_ms", "loop_ms", "host_ms", "cold_s", "warm_s", "peak_reserved_bytes")
+"""What is compared with another checkout's."""
 TEXTS = {
     "train": "Training steps.",
     "inference": "Calls without gradients, in eval mode.",
@@ -108,18 +110,23 @@ COLUMNS: dict[str, Callable[[Entry], str]] = {
 }
 
 
-def against_baseline(results: list[Entry]) -> str:
-    """Return ratios of arms to the same arm of another checkout, as a table; empty if there are none."""
-    keys = ("step_ms", "loop_ms", "host_ms", "cold_s", "warm_s", "peak_reserved_bytes")
-    rows = []
+def with_baseline(results: list[Entry]) -> Iterator[tuple[Entry, str, Entry, Entry]]:
+    """Yield the arms of which another checkout's were measured: model, name, what those took, and these."""
     for model in results:
         for name, entry in model["arms"].items():
-            if theirs := model["arms"].get(f"{name}@baseline"):
-                pairs = [(value(entry, key), value(theirs, key)) for key in keys]
-                ratios = [number(a / b, 3) if a and b else "-" for a, b in pairs]
-                rows += [[model["title"], name, *ratios]] if set(ratios) != {"-"} else []
-    head = ["this / baseline", "arm", "step", "loop", "host", "cold", "warm", "peak reserved"]
-    return table(head, rows) if rows else ""
+            if theirs := model["arms"].get(name + BASELINE):
+                yield model, name, theirs, entry
+
+
+def against_baseline(results: list[Entry]) -> str:
+    """Return ratios of arms to the same arm of another checkout, as a table; empty if there are none."""
+    rows = []
+    for model, name, then, now in with_baseline(results):
+        pairs = [(value(now, key), value(then, key)) for key in COMPARED]
+        ratios = [number(a / b, 3) if a and b else "" for a, b in pairs]
+        rows += [[model["title"], name, *ratios]] if any(ratios) else []
+    heads = [key.rpartition("_")[0].replace("_", " ") for key in COMPARED]
+    return table(["this / baseline", "arm", *heads], rows) if rows else ""
 
 
 def render(data: Entry) -> str:
@@ -142,25 +149,22 @@ def render(data: Entry) -> str:
     return "\n".join(filter(None, blocks))
 
 
-def ratios(data: Entry) -> dict[str, dict[str, float]]:
-    """Return what a plot shows: by model and arm, training steps relative to the limit."""
-    found: dict[str, dict[str, float]] = {}
-    for model in data["results"]:
-        limit = value(model["arms"].get("limit", {}), "step_ms")
-        for name in COLOURS:
-            entry = model["arms"].get(name, {})
-            ours = value(entry, "step_ms")
-            if model["mode"] == "train" and limit and ours and not differs(entry):
-                found.setdefault(model["title"], {})[name] = round(ours / limit, 2)
-    return found
+def drawn(model: Entry) -> dict[str, float]:
+    """Return how long steps take in the arms that have a colour."""
+    arms = {name: model["arms"].get(name, {}) for name in COLOURS}
+    times = {name: value(entry, "step_ms") for name, entry in arms.items() if not differs(entry)}
+    return {name: ms for name, ms in times.items() if ms}
 
 
 def plot(data: Entry) -> str:
-    """Return horizontal bars as SVG: steps relative to the limit."""
-    found = ratios(data)
-    names = [name for name in COLOURS if any(name in each for each in found.values())]
+    """Return horizontal bars as SVG: training steps relative to the limit."""
+    found = {}
+    for model in data["results"]:
+        limit = value(model["arms"].get("limit", {}), "step_ms")
+        if model["mode"] == "train" and limit and (times := drawn(model)):
+            found[model["title"]] = {name: round(ms / limit, 2) for name, ms in times.items()}
     scale = 480 / max((v for each in found.values() for v in each.values()), default=1.0)
-    y, parts = 34, [text(0, 14, "step time / limit"), *legend(names, 250)]
+    y, parts = 34, [text(0, 14, "step time / limit"), *legend(found.values())]
     for title, each in found.items():
         parts.append(text(240, y + 7 * len(each) + 3, title, "end"))
         for name, ratio in each.items():
@@ -172,22 +176,17 @@ def plot(data: Entry) -> str:
     return svg(790, y + 4, parts)
 
 
-def grid(data: Entry) -> dict[int, dict[str, list[tuple[int, float]]]]:
-    """Return depths and step times of networks that differ in nothing else, by width and arm."""
+def curves(data: Entry) -> str:
+    """Return step time over depth as SVG, a panel a width, both axes logarithmic.
+
+    The networks are `mlp_WIDTHxDEPTH`, which differ in nothing else; empty if none was measured.
+    """
     found: dict[int, dict[str, list[tuple[int, float]]]] = {}
     for model in data["results"]:
         if size := re.fullmatch(r"mlp_(\d+)x(\d+)", model["model"]):
             width, depth = map(int, size.groups())
-            for name in COLOURS:
-                entry = model["arms"].get(name, {})
-                if (ms := value(entry, "step_ms")) and not differs(entry):
-                    found.setdefault(width, {}).setdefault(name, []).append((depth, ms))
-    return dict(sorted(found.items()))
-
-
-def curves(data: Entry) -> str:
-    """Return step time over depth as SVG, a panel a width, both axes logarithmic; empty if no such were measured."""
-    found = grid(data)
+            for name, ms in drawn(model).items():
+                found.setdefault(width, {}).setdefault(name, []).append((depth, ms))
     points = [point for each in found.values() for some in each.values() for point in some]
     if not points:
         return ""
@@ -196,16 +195,13 @@ def curves(data: Entry) -> str:
     ticks = [ms for ms in ticks if min(times) / 2.5 < ms < max(times) * 2.5]
 
     def x(depth: int, left: float) -> float:
-        return left + 180 * math.log(depth / min(depths)) / math.log(
-            max(depths) / min(depths) + 1e-9
-        )
+        return left + 180 * logarithmic(depth, min(depths), max(depths))
 
     def y(ms: float) -> float:
-        return 50 + 220 * math.log(ticks[-1] / ms) / math.log(ticks[-1] / ticks[0])
+        return 270 - 220 * logarithmic(ms, ticks[0], ticks[-1])
 
-    names = [name for name in COLOURS if any(name in each for each in found.values())]
-    parts = [text(0, 14, "step, ms"), *legend(names, 250)]
-    for n, (width, arms) in enumerate(found.items()):
+    parts = [text(0, 14, "step, ms"), *legend(found.values())]
+    for n, (width, arms) in enumerate(sorted(found.items())):
         left = 60 + 245 * n
         parts.append(text(left + 90, 40, f"layers of {width}", "middle"))
         for ms in ticks:
@@ -213,10 +209,14 @@ def curves(data: Entry) -> str:
         parts += [text(x(depth, left), 290, str(depth), "middle") for depth in sorted({*depths})]
         for name, some in arms.items():
             path = "L".join(f"{x(depth, left):.1f} {y(ms):.1f}" for depth, ms in sorted(some))
-            parts.append(
-                f'<path d="M{path}" fill="none" stroke="{COLOURS[name]}" stroke-width="2"/>'
-            )
+            look = f'fill="none" stroke="{COLOURS[name]}" stroke-width="2"'
+            parts.append(f'<path d="M{path}" {look}/>')
     return svg(max(790, 60 + 245 * len(found)), 312, [*parts, text(60, 308, "layers")])
+
+
+def logarithmic(value: float, first: float, last: float) -> float:
+    """Return where a value lies on a logarithmic axis, as a part of its length."""
+    return math.log(value / first) / math.log(last / first) if first < last else 0.0
 
 
 def text(x: float, y: float, said: str, anchor: str = "") -> str:
@@ -233,8 +233,9 @@ def line(path: str) -> str:
     return f'<path d="{path}" stroke="{INK}" stroke-dasharray="3"/>'
 
 
-def legend(names: Sequence[str], left: float) -> list[str]:
-    places = [(left + 135 * n, name) for n, name in enumerate(names)]
+def legend(found: Iterable[Iterable[str]]) -> list[str]:
+    names = set().union(*found)
+    places = [(250 + 135 * n, name) for n, name in enumerate(c for c in COLOURS if c in names)]
     return [part for x, name in places for part in (bar(x, 5, 11, name), text(x + 16, 14, name))]
 
 
@@ -246,8 +247,6 @@ def svg(width: float, height: float, parts: Iterable[str]) -> str:
 
 # ---- what is wrong
 
-TIMES = ("step_ms", "loop_ms", "host_ms", "cold_s", "warm_s")
-MEMORY = "peak_reserved_bytes"
 MOST_VARIATION = 0.2
 
 
@@ -265,7 +264,7 @@ def problems(data: Entry) -> list[str]:
                 said.append(f"{where}: failed: {one_line(error)}")
             elif differs(entry):
                 said.append(f"{where}: results differ")
-            elif not entry.keys() & {*TIMES, MEMORY, "activation_mib"}:
+            elif not entry.keys() & {*COMPARED, "activation_mib"}:
                 said.append(f"{where}: no figures")
     return said
 
@@ -285,13 +284,11 @@ def slower_than_baseline(data: Entry, tolerance: float) -> list[str]:
     It may take more by `tolerance` percent, and by what medians vary, a fifth at most.
     """
     said = []
-    for model in data["results"]:
-        for name in filter(is_ours, model["arms"]):
-            pair = model["arms"].get(name + BASELINE, {}), model["arms"][name]
-            for key in (*TIMES, MEMORY):
-                then, now = (value(entry, key) for entry in pair)
-                varies = min(math.hypot(*(_variation(each, key) for each in pair)), MOST_VARIATION)
-                if then and now and now > then * (1 + tolerance / 100 + varies):
-                    where = f"{model['title']}, {model['mode']}, {name}"
-                    said.append(f"{where}: {key} {now / then:.3f} of the baseline's")
+    for model, name, *pair in with_baseline(data["results"]):
+        for key in COMPARED:
+            then, now = (value(entry, key) for entry in pair)
+            varies = min(math.hypot(*(_variation(each, key) for each in pair)), MOST_VARIATION)
+            if then and now and now > then * (1 + tolerance / 100 + varies):
+                where = f"{model['title']}, {model['mode']}, {name}"
+                said.append(f"{where}: {key} {now / then:.3f} of the baseline's")
     return said

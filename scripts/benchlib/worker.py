@@ -7,7 +7,6 @@
 
 import dataclasses
 import gc
-import importlib
 import json
 import os
 import sys
@@ -15,7 +14,6 @@ import time
 import traceback
 import warnings
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,10 +40,6 @@ class Job:
     steps: int
     warm_up: int
     root: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.model}, {self.mode}, {self.arm}"
 
 
 def spread_of(values: list[float]) -> dict[str, float]:
@@ -191,13 +185,6 @@ class Worker:
         return {"seconds": round(time.perf_counter() - arm.started, 4)}
 
 
-def check_root(root: str) -> None:
-    """Fail if cgpass is not that of the checkout that is to be measured."""
-    spec = importlib.util.find_spec("cgpass")
-    if spec is None or Path(str(spec.origin)).resolve().parents[1] != Path(root).resolve():
-        raise RuntimeError(f"cgpass is imported from {spec and spec.origin}, not from {root}")
-
-
 def main(job: Job, pipe: Connection) -> None:
     """Do what is asked, until that fails or the process is ended."""
     torch.set_float32_matmul_precision("high")
@@ -207,7 +194,6 @@ def main(job: Job, pipe: Connection) -> None:
         command = pipe.recv()
         try:
             if worker is None:
-                check_root(job.root)
                 worker = Worker(job)
             pipe.send(getattr(worker, command)())
         except Exception as error:

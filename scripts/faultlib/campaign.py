@@ -119,24 +119,16 @@ class Campaign:
         for is_cold in (True, False):
             for point, number in self._passed(in_runtime, is_cold=is_cold).items():
                 times = sorted({0, number - 1, self.random.randrange(number)})
-                points += [(is_cold, point._replace(time=time)) for time in times]
-        return [
-            self._fault(point, ERRORS[(n + shift) % len(ERRORS)], is_cold=is_cold)
-            for n, (is_cold, point) in enumerate(points)
-        ]
+                points += [(point._replace(time=time), is_cold) for time in times]
+        return self._errors_at(points, shift)
 
     def captures(self) -> list[Fault]:
         """Return errors at the operators of a program that begins with nothing recorded: in warm-ups, captures and calls."""
-        points = [
-            point._replace(time=time)
-            for point, number in self._passed(in_operators, is_cold=True).items()
-            if point.kind == "line"
-            for time in range(number)
-        ]
-        return [
-            self._fault(point, ERRORS[n % len(ERRORS)], is_cold=True)
-            for n, point in enumerate(points)
-        ]
+        passed = self._passed(in_operators, is_cold=True)
+        lines = [(point, number) for point, number in passed.items() if point.kind == "line"]
+        return self._errors_at(
+            [(point._replace(time=time), True) for point, number in lines for time in range(number)]
+        )
 
     def alarms(self, count: int) -> list[Fault]:
         """Return signals whose handler raises, each somewhere in a run.
@@ -150,8 +142,7 @@ class Campaign:
             after, is_cold = max(0.0002, self.random.random() * longest), n % 5 == 0
             what = f"alarm after {after * 1e3:.1f} ms, {'from nothing' if is_cold else 'settled'}"
             context = partial(alarm, after)
-            fault = partial(self._broken_off, context, is_cold=is_cold, unchecked="leak")
-            found.append((what, fault))
+            found.append((what, partial(self._broken_off, context, is_cold, "leak")))
         return found
 
     def _passed(self, wanted: Callable[[str], bool], *, is_cold: bool) -> Counter[Point]:
@@ -163,18 +154,22 @@ class Campaign:
             self._program(self._session)
         return Counter(point._replace(time=0) for point in points)
 
-    def _fault(self, point: Point, error: type[BaseException], *, is_cold: bool) -> Fault:
-        what = f"{error.__name__} at {point}, {'from nothing' if is_cold else 'settled'}"
-        context = partial(inject.fault, point, error)
-        unchecked = "slow" if in_operators(point.file) else ""  # what fails runs without a graph
-        return what, partial(self._broken_off, context, is_cold=is_cold, unchecked=unchecked)
+    def _errors_at(self, points: list[tuple[Point, bool]], shift: int = 0) -> list[Fault]:
+        """Return errors, in turns, at points of runs that begin with nothing recorded, or are settled."""
+        found: list[Fault] = []
+        for n, (point, is_cold) in enumerate(points, shift):
+            error = ERRORS[n % len(ERRORS)]
+            what = f"{error.__name__} at {point}, {'from nothing' if is_cold else 'settled'}"
+            context = partial(inject.fault, point, error)
+            unchecked = "slow" if in_operators(point.file) else ""  # it runs without a graph
+            found.append((what, partial(self._broken_off, context, is_cold, unchecked)))
+        return found
 
     def _broken_off(
         self,
         context: Callable[[], AbstractContextManager[Callable[[], bool]]],
-        *,
         is_cold: bool,
-        unchecked: str = "",
+        unchecked: str,
     ) -> str | bool | None:
         """Run the program in what raises an error, and look at all after it; False if there was none."""
         if is_cold:

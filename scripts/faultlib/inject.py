@@ -28,13 +28,9 @@ class Point(NamedTuple):
     time: int = 0
 
     def __str__(self) -> str:
-        what = {
-            "line": "",
-            "c_call": f" before {self.function}",
-            "c_return": f" after {self.function}",
-        }
+        when = {"line": "", "c_call": " before ", "c_return": " after "}[self.kind]
         name = self.file.rpartition("cgpass/")[2]
-        return f"{name}:{self.line}{what[self.kind]} (time {self.time})"
+        return f"{name}:{self.line}{when}{self.function} (time {self.time})"
 
 
 @functools.cache

@@ -17,7 +17,6 @@ import cgpass
 
 T = TypeVar("T")
 Program = Callable[["Session"], None]
-PROGRAMS: dict[str, Program] = {}
 
 
 class Session:
@@ -90,17 +89,11 @@ class Session:
         self.values += tensors
 
 
-def program(run: Program) -> Program:
-    PROGRAMS[run.__name__] = run
-    return run
-
-
 def mlp(*more: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), *(m() for m in more), nn.Linear(4, 4))
 
 
-def dropped() -> nn.Module:
-    return mlp(lambda: nn.Dropout(0.5))()
+dropped = mlp(lambda: nn.Dropout(0.5))
 
 
 def loss_of(out: torch.Tensor) -> torch.Tensor:
@@ -114,16 +107,31 @@ def descend(s: Session, module: nn.Module) -> None:
     s.note_gradients(module)
 
 
-def train(
-    s: Session, make: Callable[[], nn.Module], batches: list[torch.Tensor], **options: Any
-) -> None:
+def train(s: Session, make: Callable[[], nn.Module], *shape: int, **options: Any) -> None:
     module, call = s.compiled(make, **options)
+    train_on(s, module, [call], s.batches(*shape))
+
+
+def train_on(s: Session, module: nn.Module, calls: list[Any], batches: list[torch.Tensor]) -> None:
     for x in batches:
-        out = call(x)
-        loss_of(out).backward()
-        s.note(out)
+        for call in calls:
+            x = call(x)
+        loss_of(x).backward()
+        s.note(x)
         descend(s, module)
     s.note(*module.state_dict().values())
+
+
+def backwards(
+    s: Session, module: nn.Module, call: Any, batches: list[torch.Tensor], *orders: tuple[int, ...]
+) -> None:
+    """Call all forwards before their backwards, whose order is another one each time."""
+    for order in orders:
+        losses = [loss_of(call(x)) for x in batches]
+        for k, n in enumerate(order):
+            losses[n].backward(retain_graph=n in order[k + 1 :])
+        s.note(*losses)
+        s.note_gradients(module)
 
 
 def hold_all(s: Session, make: Callable[[], nn.Module], **options: Any) -> None:
@@ -132,11 +140,11 @@ def hold_all(s: Session, make: Callable[[], nn.Module], **options: Any) -> None:
         s.hold(call(x))
 
 
-def sizes(s: Session, *rows: int) -> list[torch.Tensor]:
-    return [x for n in rows for x in s.batches(n, 4, count=1)]
+def more_sizes_than_recordings(s: Session) -> None:
+    module, call = s.compiled(mlp(), max_recordings=2)
+    train_on(s, module, [call], [x for n in (2, 3, 4) * 3 for x in s.batches(n, 4, count=1)])
 
 
-@program
 @torch.no_grad()
 def held_now_and_then(s: Session) -> None:
     call = s.compiled(mlp())[1]
@@ -148,30 +156,6 @@ def held_now_and_then(s: Session) -> None:
             s.note(out)
 
 
-@program
-def forwards_before_backwards(s: Session) -> None:
-    module, call = s.compiled(mlp())
-    batches = s.batches(3, 4, count=3)
-    for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
-        losses = [loss_of(call(x)) for x in batches]
-        for n in order:
-            losses[n].backward()
-        s.note(*losses)
-        s.note_gradients(module)
-
-
-@program
-def pending_calls(s: Session) -> None:
-    module, call = s.compiled(mlp(), max_pending_calls=2)
-    batches = s.batches(3, 4)
-    for _ in range(3):
-        losses = [loss_of(call(x)) for x in batches]
-        sum(losses).backward()
-        s.note(*losses)
-        s.note_gradients(module)
-
-
-@program
 def mutated_inputs(s: Session) -> None:
     def fn(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         state.mul_(0.5).add_(x.sum(0))
@@ -182,7 +166,6 @@ def mutated_inputs(s: Session) -> None:
         s.note(call(x, states[n % 2]), *states)
 
 
-@program
 @torch.no_grad()
 def moved_parameters(s: Session) -> None:
     module, call = s.compiled(mlp())
@@ -194,17 +177,6 @@ def moved_parameters(s: Session) -> None:
         for (layer, name), parameter in zip(names, others[n // 2 % 2], strict=True):
             layer._parameters[name] = parameter
         s.hold(call(x))
-
-
-@program
-def retain_graph(s: Session) -> None:
-    module, call = s.compiled(mlp())
-    for x in s.batches(3, 4):
-        loss = loss_of(call(x))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        s.note(loss)
-        s.note_gradients(module)
 
 
 class ReadsValue(nn.Module):
@@ -219,7 +191,6 @@ class ReadsValue(nn.Module):
         return self.second(x * (count + 1))
 
 
-@program
 def views_of_inputs(s: Session) -> None:
     def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = (x * 2).sin()
@@ -230,7 +201,6 @@ def views_of_inputs(s: Session) -> None:
         s.hold(*call(x))
 
 
-@program
 def threads(s: Session) -> None:
     call, batches = s.compiled(mlp())[1], s.batches(3, 4)
     for _ in range(2):
@@ -241,7 +211,6 @@ def threads(s: Session) -> None:
             pool.submit(lambda: [s.hold(call(x).detach()) for x in batches]).result()
 
 
-@program
 def reset_in_the_middle(s: Session) -> None:
     module, call = s.compiled(mlp())
     for n, x in enumerate(s.batches(3, 4) * 2):
@@ -253,7 +222,6 @@ def reset_in_the_middle(s: Session) -> None:
         s.note_gradients(module)
 
 
-@program
 @torch.no_grad()
 def wrapper(s: Session) -> None:
     (weight,) = s.batches(4, 4, count=1)
@@ -269,7 +237,6 @@ def wrapper(s: Session) -> None:
         s.note(found["part"])
 
 
-@program
 @torch.no_grad()
 def wrapper_writes(s: Session) -> None:
     def fn(x: torch.Tensor, state: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
@@ -294,19 +261,11 @@ class Checkpointed(nn.Module):
         return cgpass.checkpoint(self.body, x * 2)
 
 
-@program
 def regional(s: Session) -> None:
     layers = s.module(lambda: nn.Sequential(*(mlp()() for _ in range(3))))
-    calls = [s.compile(layer) for layer in layers]
-    for x in s.batches(3, 4):
-        for call in calls:
-            x = call(x)
-        loss_of(x).backward()
-        s.note(x)
-        s.note_gradients(layers)
+    train_on(s, layers, [s.compile(layer) for layer in layers], s.batches(3, 4))
 
 
-@program
 def hooks(s: Session) -> None:
     module, call = s.compiled(mlp())
     s.once(lambda: [p.register_hook(lambda grad: grad * 2) for p in module.parameters()])
@@ -355,7 +314,6 @@ def graph(s: Session) -> tuple[nn.Module, Any, list[torch.Tensor]]:
     return module, call, inputs
 
 
-@program
 def graphed(s: Session) -> None:
     module, call, inputs = graph(s)
     for x in inputs:
@@ -363,17 +321,6 @@ def graphed(s: Session) -> None:
         s.hold(out.detach())
         loss_of(out).backward()
         s.note(x.grad)
-        s.note_gradients(module)
-
-
-@program
-def graphed_pending(s: Session) -> None:
-    module, call, inputs = graph(s)
-    for a, b in zip(inputs[::2], inputs[1::2], strict=True):
-        losses = [loss_of(call(x)) for x in (a, b)]
-        for loss in losses:
-            loss.backward()
-        s.note(*losses)
         s.note_gradients(module)
 
 
@@ -399,23 +346,42 @@ def convolutions() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(4, 4))
 
 
-PROGRAMS |= {
-    "gpt": lambda s: train(s, Tokens, s.batches(2, 6)),
-    "convolutions": lambda s: train(s, convolutions, s.batches(2, 3, 8, 8)),
+PROGRAMS: dict[str, Program] = {
+    "held_now_and_then": held_now_and_then,
+    "forwards_before_backwards": lambda s: backwards(
+        s, *s.compiled(mlp()), s.batches(3, 4, count=3), (0, 1, 2), (2, 1, 0), (1, 0, 2)
+    ),
+    "pending_calls": lambda s: backwards(
+        s, *s.compiled(mlp(), max_pending_calls=2), s.batches(3, 4), *[(0, 1, 2, 3)] * 3
+    ),
+    "retain_graph": lambda s: backwards(
+        s, *s.compiled(mlp()), s.batches(3, 4, count=1), *[(0, 0)] * 4
+    ),
+    "graphed_pending": lambda s: backwards(s, *graph(s), (0, 1, 3, 2), (3, 0, 1, 2)),
+    "more_sizes_than_recordings": more_sizes_than_recordings,
+    "mutated_inputs": mutated_inputs,
+    "moved_parameters": moved_parameters,
+    "views_of_inputs": views_of_inputs,
+    "threads": threads,
+    "reset_in_the_middle": reset_in_the_middle,
+    "wrapper": wrapper,
+    "wrapper_writes": wrapper_writes,
+    "regional": regional,
+    "hooks": hooks,
+    "graphed": graphed,
+    "gpt": lambda s: train(s, Tokens, 2, 6),
+    "convolutions": lambda s: train(s, convolutions, 2, 3, 8, 8),
     "attention": lambda s: train(
-        s, lambda: nn.Sequential(Attention(8, 0.1), Attention(8, 0.1)), s.batches(2, 6, 8)
+        s, lambda: nn.Sequential(Attention(8, 0.1), Attention(8, 0.1)), 2, 6, 8
     ),
-    "more_sizes_than_recordings": lambda s: train(
-        s, mlp(), sizes(s, *(2, 3, 4) * 3), max_recordings=2
-    ),
-    "dropout": lambda s: train(s, dropped, s.batches(8, 4)),
-    "mutated_buffers": lambda s: train(s, mlp(lambda: nn.BatchNorm1d(4)), s.batches(6, 4)),
-    "host_sync": lambda s: train(s, ReadsValue, s.batches(3, 4)),
-    "checkpoint": lambda s: train(s, Checkpointed, s.batches(8, 4)),
-    "paired_rng": lambda s: train(s, Checkpointed, s.batches(8, 4), rng="paired"),
+    "dropout": lambda s: train(s, dropped, 8, 4),
+    "mutated_buffers": lambda s: train(s, mlp(lambda: nn.BatchNorm1d(4)), 6, 4),
+    "host_sync": lambda s: train(s, ReadsValue, 3, 4),
+    "checkpoint": lambda s: train(s, Checkpointed, 8, 4),
+    "paired_rng": lambda s: train(s, Checkpointed, 8, 4, rng="paired"),
     "owned_outputs": lambda s: hold_all(s, mlp(), outputs="owned"),
-    "owned_training": lambda s: train(s, dropped, s.batches(8, 4), outputs="owned"),
-    "static_unchecked": lambda s: train(s, mlp(), s.batches(3, 4), static_input_check="off"),
+    "owned_training": lambda s: train(s, dropped, 8, 4, outputs="owned"),
+    "static_unchecked": lambda s: train(s, mlp(), 3, 4, static_input_check="off"),
     "host_sync_held": lambda s: hold_all(s, ReadsValue),
     "train_step_sgd": lambda s: step(s, torch.optim.SGD, {}, momentum=0.9),
     "train_step_adamw": lambda s: step(s, torch.optim.AdamW, {"max_norm": 1.0}),

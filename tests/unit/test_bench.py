@@ -137,11 +137,19 @@ def job(**more):
     return worker.Job(**{**given, "steps": 2, "warm_up": 2, "root": str(meta.ROOT), **more})
 
 
-def test_a_process_of_another_checkout_is_refused(tmp_path):
-    process = Process(job(root=str(tmp_path)))
-    assert process.ask("prepare", time.monotonic() + 120) is None
-    assert f"not from {tmp_path}" in process.error["error"]
-    assert process.ask("block", time.monotonic() + 120) is None
+def test_a_process_that_fails_says_why_and_is_gone():
+    process = Process(job(arm="limit"), {})
+    for command in ("prepare", "block"):
+        process.say(command)
+        assert process.hear(time.monotonic() + 120) == {}
+    assert process.entry["error"] == "RuntimeError: limit needs a CUDA device"
+    assert process.process.poll() is not None
+
+
+def test_a_process_that_says_nothing_is_ended():
+    process = Process(job(), {})
+    assert process.hear(time.monotonic() + 0.2) == {}
+    assert process.entry == {"error": "no answer in time"}
     assert process.process.poll() is not None
 
 

@@ -13,7 +13,7 @@ from cgpass.compile.facts.partition_tag import PartitionTag, get_tag
 from cgpass.compile.passes.base import PassContext, graph_text, run_passes
 from cgpass.compile.passes.outline import outline
 from cgpass.compile.passes.partition import Partition
-from tests.graphs import CUDA, calls, fake_cuda_graph, node_named
+from tests.graphs import CUDA, calls, fake_cuda_graph, node_named, sync_between
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -33,13 +33,6 @@ def on_cpu(fn, *args, mode="fake"):
 
 def inputs(module):
     return [node.name for node in module.graph.find_nodes(op="placeholder")]
-
-
-def sync_between(x, w):
-    a = x @ w
-    top, where = a.max(1)
-    i = torch.nonzero(top)
-    return i, (a * 2).relu(), where
 
 
 def test_submodules_take_and_return_what_is_used():

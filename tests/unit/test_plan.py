@@ -14,6 +14,7 @@ from cgpass.compile.passes.partition import Partition
 from cgpass.compile.plan import Argument, Single, build_plan
 from cgpass.runtime.executor import Executor, Plan, Step
 from cgpass.runtime.partition import PartitionRunner
+from tests.graphs import sync_between
 
 CPU = torch.device("cpu")
 
@@ -32,13 +33,6 @@ def outlined(fn, *args, unsafe=(), mode="fake"):
 
 def steps_of(plan):
     return [(step.name, step.inputs, step.outputs, step.drops) for step in plan.steps]
-
-
-def sync_between(x, w):
-    a = x @ w
-    top, where = a.max(1)
-    i = torch.nonzero(top)
-    return i, (a * 2).relu(), where
 
 
 def test_the_plan_of_an_outlined_graph():

@@ -110,7 +110,6 @@ def waits(x):
     return torch.histc(x.sin().cos().tanh().exp(), 8).sin().cos().tanh().exp()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_compilations_and_recordings(terminal, monkeypatch):
     shown = []
 

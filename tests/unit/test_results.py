@@ -5,7 +5,7 @@ import json
 
 import pytest
 import results
-from benchlib import check, tables
+from benchlib import check
 
 import cgpass
 from cgpass.compile.facts.op_tables import FIXES
@@ -89,6 +89,13 @@ def test_results_of_two_runs_are_merged_and_kept(tmp_path, places):
         results.merged(other, other | {"meta": META | {"commit": "def"}})
 
 
+def test_the_page_about_steps_shows_grids_that_were_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    assert results.depths() == ""
+    (tmp_path / "depths-h200-torch2.11.svg").touch()
+    assert results.depths().endswith("axes](results/depths-h200-torch2.11.svg)\n")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -131,22 +138,22 @@ def test_summaries_of_tests(tmp_path, capsys, cases, status, good):
 
 
 def test_a_table_is_put_between_its_markers():
-    assert tables.with_table(MARKS.format("options"), "options", "new\n") == (
+    assert results.with_table(MARKS.format("options"), "options", "new\n") == (
         "head\n<!-- options: begin -->\nnew\n<!-- options: end -->\ntail\n"
     )
     with pytest.raises(ValueError, match="no markers for the table of options"):
-        tables.with_table("text", "options", "table")
+        results.with_table("text", "options", "table")
 
 
 def rows(table):
     header, rule, *rows = table.splitlines()
-    assert rule == "|---" * (header.count("|") - 1) + "|"
+    assert rule == "| " + " | ".join(["---"] * (header.count("|") - 1)) + " |"
     return {row.split("`")[1]: row for row in rows}
 
 
 def test_every_option_counter_and_reason_has_a_row():
-    found = rows(tables.options_table())
+    found = rows(results.options_table())
     assert [*found] == [f.name for f in dataclasses.fields(Options)]
     assert all(len(row.rsplit("|", 2)[1].strip()) > 10 for row in found.values())
-    assert rows(tables.counters_table()).keys() == cgpass.counters().keys()
-    assert rows(tables.reasons_table()).keys() == {*FIXES, *OTHER_FIXES}
+    assert rows(results.counters_table()).keys() == cgpass.counters().keys()
+    assert rows(results.reasons_table()).keys() == {*FIXES, *OTHER_FIXES}

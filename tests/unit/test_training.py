@@ -65,7 +65,6 @@ def test_inputs_and_outputs_without_a_gradient(made):
     assert unused.grad is constant.grad is None
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_states_that_are_detached_inside_hold_no_history(made):
     """As in streaming: each call's state comes from the last one's."""
     weight = randn(4, 4)
@@ -165,7 +164,6 @@ def test_tensors_that_are_taken_apart_go_aotautograds_way(made):
 # ---- second derivatives are refused, whatever is wanted
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("op", [torch.exp, lambda x: x.sin().exp(), lambda x: x * 2])
 @pytest.mark.parametrize("of", ["what came before", "the input", "the loss"])
 def test_a_second_derivative_is_refused_whatever_is_wanted(made, op, of):

@@ -249,7 +249,6 @@ def test_keys_tell_apart_what_torchs_may_not(context):
     assert None is not other != key
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's own
 def test_a_key_is_the_same_for_the_same_alone():
     place, leaf = torch.ones(8, 8), torch.ones(4, 8, requires_grad=True)
     static = torch.ones(4, 8)

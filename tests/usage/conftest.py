@@ -5,19 +5,6 @@ import torch
 
 from tests.usage.programs import Setting
 
-TORCHS_OWN_WARNINGS = (
-    "ignore:The .grad attribute of a Tensor:UserWarning",  # Dynamo reads it off every input
-    "ignore:`torch.jit:DeprecationWarning",  # Inductor's first import
-)
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.path.parent.name != "usage":
-            continue
-        for warning in TORCHS_OWN_WARNINGS:
-            item.add_marker(pytest.mark.filterwarnings(warning))
-
 
 def settings(*params):
     """Drivers with compilers as parameters of a fixture; those on CUDA are skipped without it."""

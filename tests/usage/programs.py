@@ -369,13 +369,8 @@ class ReadsValue(nn.Module):
         return self.second(x * (count + 1))
 
 
-class FindsRows(nn.Module):
+class FindsRows(ReadsValue):
     """A size that depends on data between two parts."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = MLP()
-        self.second = MLP()
 
     def forward(self, x):
         x = self.first(x)
