@@ -115,7 +115,7 @@ class Pair:
         if self._slot is None:
             self._slot = self._owner.new_slot()
         self._generators = list(self._states.generators)
-        return self._forward(self._record, warms_up=False)
+        return self._forward(self._record_first, warms_up=False)
 
     def _sort(self, results: Sequence[Any], saved: Sequence[Any], members: Sequence[Any]) -> None:
         """Derive the work of each call from what was recorded, while parameters and buffers are where they were read."""
@@ -171,13 +171,13 @@ class Pair:
         samples = _copies(samples) if warms_up else samples
         arguments = d.binding.call(samples, self.flags)
         d.run_hook("pre_forward", *arguments)
-        graph = self.graph = Differentiated(d, self.flags, warms_up=warms_up)
         members = d.statics.distinct()
         members = _copies(members) if warms_up else members
         num_results = 0
 
         def fn(given: list[Any]) -> list[Any]:
             nonlocal num_results
+            graph = self.graph = Differentiated(d, self.flags, warms_up=warms_up)
             values, own = given[: len(samples)], given[len(samples) :][: len(members)]
             given.clear()
             with self._states:
@@ -190,7 +190,7 @@ class Pair:
         outputs = execute(fn, [*samples, *members], kinds, "forward")
         results, saved = outputs[:num_results], outputs[num_results:]
         self._num_saved = len(saved)
-        self._wanted = tuple(sorted(graph.reached))
+        self._wanted = tuple(sorted(self.graph.reached))
         assert d.structure is not None
         self.structure = d.structure
         if not warms_up:
@@ -235,6 +235,23 @@ class Pair:
         given.clear()
         self._split_off = sorted(found)
         return [found[k].clone() for k in self._split_off]
+
+    def _record_first(
+        self, fn: Callable[[list[Any]], list[Any]], args: list[Any], kinds: Any, what: str
+    ) -> list[Any]:
+        """Record the forward; in a pool of its own if something keeps memory that does not tell.
+
+        In the pool of others, older recordings write there, too, and nothing would move what is kept.
+        """
+        given = args.copy(), kinds.copy()
+        outputs = self._record(fn, args, kinds, what)
+        if self._slot == 0 and self._keeps_memory:
+            outputs.clear()
+            self._owner.close_recording(self.forward)
+            self.description.stats.recordings -= 1
+            self._slot = self._owner.new_slot()
+            outputs = self._record(fn, *given, what)
+        return outputs
 
     def _record(
         self, fn: Callable[[list[Any]], list[Any]], args: list[Any], kinds: Any, what: str

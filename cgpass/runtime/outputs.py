@@ -110,7 +110,9 @@ class OutputMemory:
         """Copy what was rescued back to where it lay; nobody may hold these blocks by now."""
         if blocks:
             bases = [self._blocks[k].base for k in blocks]
-            torch._foreach_copy_(bases, [bytes_of(storage) for storage in held])
+            # who holds one may have enlarged it
+            moved = [bytes_of(s)[: base.numel()] for s, base in zip(held, bases, strict=True)]
+            torch._foreach_copy_(bases, moved)
 
     # ---- who holds it
 

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 
+import cgpass
 from cgpass.graphed.differentiated import Differentiated
 from tests.graphed.steps import clear_grads, graphed_twins, net, same, same_grads, twins
 
@@ -121,6 +122,51 @@ def test_saved_tensors_that_are_elsewhere_by_then(setting, around, fn):
             y.square().sum().backward(retain_graph=fn is torch.sin)
             if fn is torch.sin:
                 y.sum().backward()
+        same_grads(module, plain)
+    assert graphed.graphed.stats.plain_calls == 0
+
+
+class Draws(torch.nn.Module):
+    """Its checkpoint keeps a random number state, its function what it likes."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = net(dropout=0.3)
+
+    def forward(self, x):
+        return cgpass.checkpoint(self.inner, Keeps.apply(x)) + Keeps.apply(self.inner(x))
+
+
+@pytest.mark.parametrize("order", [[1, 1, 1, -1, -1, -1], [1, -1, 1, 1, -1, -1]])
+def test_older_recordings_leave_what_is_kept_alone(setting, order):
+    """In the order of the recordings, the third forward comes after the first backward, and lies where that writes."""
+    module, plain = twins(setting, Draws())
+    samples = tuple((setting.randn(4, 8, grad=True),) for _ in range(3))
+    graphed = setting.graphed((module,), samples, order=[1, 1, -1, 1, -1, -1])
+    for _ in range(4):
+        for fns in (graphed, [plain] * 3):
+            torch.manual_seed(2)
+            forwards, pending = iter(fns), []
+            for entry in order:
+                if entry > 0:
+                    pending.append(next(forwards)(setting.randn(4, 8, grad=True)))
+                else:
+                    pending.pop(0).square().sum().backward()
+        same_grads(module, plain)
+    assert all(fn.stats.plain_calls == fn.stats.rerecordings == 0 for fn in graphed)
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_results_that_their_receiver_enlarges(setting, calls):
+    graphed, module, plain = graphed_twins(setting, Applies(torch.tanh))
+    for _ in range(3):
+        for each in (graphed, plain):
+            torch.manual_seed(1)
+            y = each(setting.randn(4, 8))
+            y.detach().untyped_storage().resize_(4096)
+            others = [each(setting.randn(4, 8)) for _ in range(calls)]
+            y.sum().backward()
+            del others
         same_grads(module, plain)
     assert graphed.graphed.stats.plain_calls == 0
 
