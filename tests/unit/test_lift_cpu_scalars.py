@@ -161,6 +161,24 @@ def test_aten_s_kernels_get_scalars_on_the_host_where_the_bits_differ(fn, dtype,
     assert list(boundaries(gm).values()) == ["cpu_scalar"] * aten_kernels
 
 
+@pytest.mark.parametrize(
+    ("aten_kernels", "left"),
+    [(False, {}), (True, {"div": "cpu_number", "_to_copy_default": "lifted"})],
+)
+def test_a_scalar_is_divided_by_a_number_where_aten_s_kernels_give_the_same_bits(
+    aten_kernels, left
+):
+    gm = inference_graph(lambda x, s: x * (s / 3.0), (3,), cpu())
+    assert lift(gm, aten_kernels=aten_kernels)
+    assert boundaries(gm) == left
+
+
+def test_a_scalar_that_is_computed_on_the_cpu_by_name_is_computed_on_the_device():
+    gm = inference_graph(lambda x, s: x * s.to("cpu", torch.float64), (3,), cpu())
+    assert lift(gm)
+    assert {node.kwargs["device"] for node in calls(gm, aten._to_copy.default)} == {CUDA}
+
+
 def test_aten_s_kernels_may_divide_a_scalar_on_the_device():
     gm = inference_graph(lambda x, s: s / x, (64,), cpu(dtype=torch.float64))
     assert lift(gm, aten_kernels=True)

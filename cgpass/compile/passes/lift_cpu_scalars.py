@@ -85,7 +85,8 @@ class LiftCpuScalars(Pass):
         Given a scalar on the host, aten's kernels for half precision add, subtract and multiply
         in float32 with the scalar itself, and all divide by multiplying with its inverse.
         One on the device they round to the operands' type first, and divide by it. Where such
-        kernels run, these readers keep the scalar on the host, and run between graphs.
+        kernels run, these readers keep the scalar on the host, and run between graphs. A scalar
+        that is divided by a number is divided on the host: the number would stay one there.
     """
 
     name: ClassVar[str] = "lift_cpu_scalars"
@@ -163,6 +164,8 @@ class _Lift:
             args = {arg: self._lift(arg, source) for arg in source.all_input_nodes}
             with self._graph.inserting_after(source):
                 lifted = self._graph.node_copy(source, args.__getitem__)
+            if "device" in lifted.kwargs:
+                lifted.update_kwarg("device", self._device)
             inherit_meta(lifted, source, value)
         else:
             lifted = self._copied(source, reader, value)
@@ -175,7 +178,10 @@ class _Lift:
             return False
         if node.op == "placeholder" or self._is_made_once(node):
             return True
-        same = node.target in _EXACT or (not self._aten_kernels and _is_pointwise(node))
+        if self._aten_kernels:
+            same = node.target in _EXACT and not _inverts(node)
+        else:
+            same = node.target in _EXACT or _is_pointwise(node)
         return same and all(
             self._order[node] < self._first_write(arg) and self._is_argument(arg)
             for arg in node.all_input_nodes
@@ -254,6 +260,11 @@ def _rounds(node: fx.Node, scalars: list[fx.Node]) -> bool:
     if node.target is aten.div.Tensor:
         return node.args[1] in scalars
     return node.target in _IN_WIDE and node.meta["val"].dtype in _HALF
+
+
+def _inverts(node: fx.Node) -> bool:
+    """Tell if aten would multiply with a number's inverse on the device."""
+    return node.target is aten.div.Tensor and not isinstance(node.args[1], fx.Node)
 
 
 def _is_pointwise(node: fx.Node) -> bool:
