@@ -48,10 +48,21 @@ _EXACT = frozenset(
 """Operators that give the same bits on the host and on the device."""
 
 _HALF = (torch.float16, torch.bfloat16)
-_IN_WIDE = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor)
+_IN_WIDE = (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.mul.Tensor)
 """Operators whose kernels take a scalar on the host without rounding it to the other operand's dtype.
 
 Source: aten/src/ATen/native/cuda/Loops.cuh `opmath_gpu_kernel_with_scalars` and who calls it, 2.11.
+"""
+
+_OTHER_KERNELS = (
+    aten.div.Tensor,
+    aten.div.Tensor_mode,
+    aten.floor_divide.default,
+    aten.pow.Tensor_Tensor,
+)
+"""Operators with other kernels for a second operand on the host: a product with its inverse, squares and cubes.
+
+Source: aten/src/ATen/native/cuda/BinaryDiv*Kernel.cu, PowKernel.cu, 2.11.
 """
 
 _COPIES = (aten._to_copy.default, prims.device_put.default)
@@ -83,10 +94,11 @@ class LiftCpuScalars(Pass):
 
     Note [Scalars in aten's kernels]
         Given a scalar on the host, aten's kernels for half precision add, subtract and multiply
-        in float32 with the scalar itself, and all divide by multiplying with its inverse.
-        One on the device they round to the operands' type first, and divide by it. Where such
-        kernels run, these readers keep the scalar on the host, and run between graphs. A scalar
-        that is divided by a number is divided on the host: the number would stay one there.
+        in float32 with the scalar itself; all divide by multiplying with its inverse, and square
+        where it is an exponent of two. One on the device they round to the operands' type first,
+        divide by it and raise to it. Where such kernels run, these readers keep the scalar on the
+        host, and run between graphs. A scalar that is divided by a number is divided on the host:
+        on the device the kernel would multiply with the number's inverse.
     """
 
     name: ClassVar[str] = "lift_cpu_scalars"
@@ -257,8 +269,9 @@ def _is_cpu_tensor(node: fx.Node) -> bool:
 
 def _rounds(node: fx.Node, scalars: list[fx.Node]) -> bool:
     """Tell if aten gives other bits with a scalar on the device. See Note [Scalars in aten's kernels]."""
-    if node.target is aten.div.Tensor:
-        return node.args[1] in scalars
+    if node.target in _OTHER_KERNELS:
+        dtype = node.meta["val"].dtype
+        return node.args[1] in scalars and (dtype.is_floating_point or dtype.is_complex)
     return node.target in _IN_WIDE and node.meta["val"].dtype in _HALF
 
 
