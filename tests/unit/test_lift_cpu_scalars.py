@@ -151,9 +151,13 @@ def test_a_scalar_that_is_written_before_its_reader_stays_on_the_host():
         (lambda x, s: x * s, torch.float16),
         (lambda x, s: s - x, torch.bfloat16),
         (lambda x, s: torch.add(x, s, alpha=3), torch.bfloat16),
+        (torch.rsub, torch.float16),
         (lambda x, s: x / s, torch.float32),
+        (lambda x, s: x // s, torch.float32),
+        (lambda x, s: torch.div(x, s, rounding_mode="trunc"), torch.float32),
+        (torch.pow, torch.float32),
     ],
-    ids=["mul", "sub", "alpha", "div"],
+    ids=["mul", "sub", "alpha", "rsub", "div", "floor", "trunc", "pow"],
 )
 def test_aten_s_kernels_get_scalars_on_the_host_where_the_bits_differ(fn, dtype, aten_kernels):
     gm = inference_graph(fn, Spec((64,), dtype), cpu(dtype=torch.float64))
@@ -161,8 +165,35 @@ def test_aten_s_kernels_get_scalars_on_the_host_where_the_bits_differ(fn, dtype,
     assert list(boundaries(gm).values()) == ["cpu_scalar"] * aten_kernels
 
 
-def test_aten_s_kernels_may_divide_a_scalar_on_the_device():
-    gm = inference_graph(lambda x, s: s / x, (64,), cpu(dtype=torch.float64))
+@pytest.mark.parametrize(
+    ("aten_kernels", "left"),
+    [(False, {}), (True, {"div": "cpu_number", "_to_copy_default": "lifted"})],
+)
+def test_a_scalar_is_divided_by_a_number_where_aten_s_kernels_give_the_same_bits(
+    aten_kernels, left
+):
+    gm = inference_graph(lambda x, s: x * (s / 3.0), (3,), cpu())
+    assert lift(gm, aten_kernels=aten_kernels)
+    assert boundaries(gm) == left
+
+
+def test_a_scalar_that_is_computed_on_the_cpu_by_name_is_computed_on_the_device():
+    gm = inference_graph(lambda x, s: x * s.to("cpu", torch.float64), (3,), cpu())
+    assert lift(gm)
+    assert {node.kwargs["device"] for node in calls(gm, aten._to_copy.default)} == {CUDA}
+
+
+@pytest.mark.parametrize(
+    ("fn", "dtype"),
+    [
+        (lambda x, s: s / x, torch.float64),
+        (lambda x, s: s**x, torch.float64),
+        (lambda x, s: x.long() // s, torch.int64),
+    ],
+    ids=["div", "pow", "integers"],
+)
+def test_aten_s_kernels_read_on_the_device_what_gives_the_same_bits_there(fn, dtype):
+    gm = inference_graph(fn, (64,), cpu(dtype=dtype))
     assert lift(gm, aten_kernels=True)
     assert not boundaries(gm)
 
@@ -178,10 +209,11 @@ def test_aten_s_kernels_may_divide_a_scalar_on_the_device():
     ],
     ids=["no scalar", "no device reader", "copied by the user", "CPU index", "device index"],
 )
-def test_what_is_no_needless_boundary_is_left_alone(fn, specs):
+@pytest.mark.parametrize("aten_kernels", [False, True])
+def test_what_is_no_needless_boundary_is_left_alone(fn, specs, aten_kernels):
     gm = inference_graph(fn, *specs)
     before = graph_text(gm)
-    assert not lift(gm)
+    assert not lift(gm, aten_kernels=aten_kernels)
     assert graph_text(gm) == before
 
 

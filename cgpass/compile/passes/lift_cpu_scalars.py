@@ -48,10 +48,21 @@ _EXACT = frozenset(
 """Operators that give the same bits on the host and on the device."""
 
 _HALF = (torch.float16, torch.bfloat16)
-_IN_WIDE = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor)
+_IN_WIDE = (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.mul.Tensor)
 """Operators whose kernels take a scalar on the host without rounding it to the other operand's dtype.
 
 Source: aten/src/ATen/native/cuda/Loops.cuh `opmath_gpu_kernel_with_scalars` and who calls it, 2.11.
+"""
+
+_OTHER_KERNELS = (
+    aten.div.Tensor,
+    aten.div.Tensor_mode,
+    aten.floor_divide.default,
+    aten.pow.Tensor_Tensor,
+)
+"""Operators with other kernels for a second operand on the host: a product with its inverse, squares and cubes.
+
+Source: aten/src/ATen/native/cuda/BinaryDiv*Kernel.cu, PowKernel.cu, 2.11.
 """
 
 _COPIES = (aten._to_copy.default, prims.device_put.default)
@@ -83,9 +94,11 @@ class LiftCpuScalars(Pass):
 
     Note [Scalars in aten's kernels]
         Given a scalar on the host, aten's kernels for half precision add, subtract and multiply
-        in float32 with the scalar itself, and all divide by multiplying with its inverse.
-        One on the device they round to the operands' type first, and divide by it. Where such
-        kernels run, these readers keep the scalar on the host, and run between graphs.
+        in float32 with the scalar itself; all divide by multiplying with its inverse, and square
+        where it is an exponent of two. One on the device they round to the operands' type first,
+        divide by it and raise to it. Where such kernels run, these readers keep the scalar on the
+        host, and run between graphs. A scalar that is divided by a number is divided on the host:
+        on the device the kernel would multiply with the number's inverse.
     """
 
     name: ClassVar[str] = "lift_cpu_scalars"
@@ -163,6 +176,8 @@ class _Lift:
             args = {arg: self._lift(arg, source) for arg in source.all_input_nodes}
             with self._graph.inserting_after(source):
                 lifted = self._graph.node_copy(source, args.__getitem__)
+            if "device" in lifted.kwargs:
+                lifted.update_kwarg("device", self._device)
             inherit_meta(lifted, source, value)
         else:
             lifted = self._copied(source, reader, value)
@@ -175,7 +190,10 @@ class _Lift:
             return False
         if node.op == "placeholder" or self._is_made_once(node):
             return True
-        same = node.target in _EXACT or (not self._aten_kernels and _is_pointwise(node))
+        if self._aten_kernels:
+            same = node.target in _EXACT and not _inverts(node)
+        else:
+            same = node.target in _EXACT or _is_pointwise(node)
         return same and all(
             self._order[node] < self._first_write(arg) and self._is_argument(arg)
             for arg in node.all_input_nodes
@@ -251,9 +269,15 @@ def _is_cpu_tensor(node: fx.Node) -> bool:
 
 def _rounds(node: fx.Node, scalars: list[fx.Node]) -> bool:
     """Tell if aten gives other bits with a scalar on the device. See Note [Scalars in aten's kernels]."""
-    if node.target is aten.div.Tensor:
-        return node.args[1] in scalars
+    if node.target in _OTHER_KERNELS:
+        dtype = node.meta["val"].dtype
+        return node.args[1] in scalars and (dtype.is_floating_point or dtype.is_complex)
     return node.target in _IN_WIDE and node.meta["val"].dtype in _HALF
+
+
+def _inverts(node: fx.Node) -> bool:
+    """Tell if aten would multiply with a number's inverse on the device."""
+    return node.target is aten.div.Tensor and not isinstance(node.args[1], fx.Node)
 
 
 def _is_pointwise(node: fx.Node) -> bool:
