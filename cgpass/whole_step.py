@@ -259,6 +259,9 @@ class TrainStep:
     # ---- pieces
 
     def _forward(self, call: "_Call", batch: _Args, named: dict[str, Any]) -> _Args:
+        if torch_private.num_dispatch_modes():  # Dynamo compiles nothing there, and raises
+            call.why = "a TorchDispatchMode is on; leave its block for the step"
+            return self._fn(batch, named)
         self._too_often = self._too_often and bool(self._variants)  # none: all was forgotten
         why = self._why_broken
         if why is None and not self._too_often:
@@ -316,7 +319,7 @@ class TrainStep:
             return
         training, args, returned = call.met
         found = "the loss is several graphs" if call.graphs > 1 else None
-        found = found or _why_never(training, args, returned, loss, self._update)
+        found = found or _why_never(training, returned, loss)
         self._variants[training] = found or _Whole(training, args, self._update, self._name)
         call.why = call.why or found
 
@@ -491,7 +494,7 @@ class _Update:
         for rate in self.rates:
             lr, device = rate.group["lr"], rate.tensor.device
             if isinstance(lr, torch.Tensor) and lr.device == device:
-                rate.tensor, rate.filled = lr, None
+                rate.filled, rate.tensor = None, lr  # a signal may come in between
             elif rate.filled is None or lr != rate.filled:
                 if rate.filled is None:  # the tensor is the user's
                     rate.tensor = torch.empty((), dtype=torch.float32, device=device)
@@ -567,7 +570,7 @@ class _Update:
     def read(self) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
         """The tensors that an update reads and writes beside parameters, and all that it reads, for the key."""
         rates = [rate.tensor for rate in self.rates]
-        places = self._contents[1], *[tensor.data_ptr() for tensor in rates]
+        places = self._contents[1], fast.contents(rates, (), _NOTHING)[1]
         last = self.looks, self.numbers, places
         if last != self._last:
             self._last = last
@@ -595,24 +598,16 @@ def _by_value(value: object) -> Any:
     return value if isinstance(value, (int, float, str, type(None))) else ...
 
 
-def _why_never(
-    training: TrainingCall,
-    args: _Args,
-    returned: list[Any],
-    loss: torch.Tensor,
-    update: _Update,
-) -> str | None:
+def _why_never(training: TrainingCall, returned: list[Any], loss: torch.Tensor) -> str | None:
     """Why calls of a graph that Dynamo compiled always run in pieces, told by one that did."""
     graphs = training.graphs
     if graphs is None:
         return "its backward is not compiled yet"
-    layout, forward, backward, wanted = graphs
+    layout, forward, backward, _ = graphs
     if len(layout.differentiable) != 1:
         return f"{len(layout.differentiable)} results of the loss require grad; detach all but the loss"
     if returned[layout.differentiable[0]] is not loss or loss.numel() != 1:
         return "the loss is not a tensor of one element that requires grad"
-    if not update.has([args[n] for n in wanted]):
-        return _FOREIGN
     for fn in (forward, backward):
         executor = getattr(fn, "executor", None)
         if executor is None:

@@ -530,8 +530,9 @@ struct Walk {
     if (THPVariable_CheckTypeExact(Py_TYPE(object))) {
       const c10::TensorImpl& tensor = *THPVariable_Unpack(object).unsafeGetTensorImpl();
       const c10::StorageImpl* storage = tensor.unsafe_storage().unsafeGetStorageImpl();
-      addresses.push_back(storage == nullptr ? 0 : reinterpret_cast<int64_t>(storage->data()) +
-          tensor.storage_offset() * static_cast<int64_t>(tensor.itemsize()));
+      const int64_t address = storage == nullptr ? 0 : reinterpret_cast<int64_t>(storage->data()) +
+          tensor.storage_offset() * static_cast<int64_t>(tensor.itemsize());
+      addresses.push_back(address ^ static_cast<int64_t>(tensor.dtype().toScalarType()) << 57);  // no address is so high
       return;
     }
     const bool is_dict = PyDict_Check(object);
@@ -551,9 +552,10 @@ struct Walk {
   }
 };
 
-// contents(roots, without, before): a list of all that is in dicts, lists and tuples, and the addresses of the plain tensors
-// among it (of keys not) as 64-bit integers; of dicts that are roots, without the values of some keys. before is an earlier
-// result, or ([], b""): where nothing changed it is returned itself, and where the same objects are there, with its list.
+// contents(roots, without, before): a list of all that is in dicts, lists and tuples, and the addresses and dtypes of the
+// plain tensors among it (of keys not) as 64-bit integers; of dicts that are roots, without the values of some keys. before
+// is an earlier result, or ([], b""): where nothing changed it is returned itself, and where the same objects are there,
+// with its list.
 PyObject* contents(PyObject* const* args) {
   const Items roots(args[0]), before(args[2]);
   Walk walk{Items(before[0]), Items(args[1])};

@@ -1,6 +1,5 @@
 """Optimizers and gradient scalers: what their steps read, and why a graph can't hold one."""
 
-import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -10,7 +9,10 @@ import torch
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers whose fused kernels take the learning rate as a tensor."""
 _OF_OPTIMIZERS: Final = ("step", "zero_grad", "grad_scale", "found_inf")
-_OF_SCALERS: Final = ("_scale", "_growth_tracker", "_enabled", "step", "unscale_", "update")
+_WRAPPERS: Final = ("torch.optim.", "torch.amp.", "torch.utils._contextlib", "torch._compile")
+"""Modules of methods of optimizers and scalers, and of what torch wraps them in."""
+_SCALING: Final = ("scale", "step", "unscale_", "update")
+_OF_SCALERS: Final = ("_scale", "_growth_tracker", "_enabled", *_SCALING)
 
 
 def parts_of_optimizers(optimizers: Sequence[torch.optim.Optimizer], scaler: Any) -> list[Any]:
@@ -21,6 +23,8 @@ def parts_of_optimizers(optimizers: Sequence[torch.optim.Optimizer], scaler: Any
         found += (cls, cls.step, cls.zero_grad, each.state)
         found += map(vars(each).get, _OF_OPTIMIZERS)
     if scaler is not None:
+        cls = type(scaler)
+        found += (cls, cls.scale, cls.step, cls.unscale_, cls.update)
         found += map(vars(scaler).get, _OF_SCALERS)
     return found
 
@@ -38,7 +42,7 @@ def why_not_recordable(optimizers: Sequence[torch.optim.Optimizer], scaler: Any)
         return None
     if type(scaler).__module__ not in ("torch.amp.grad_scaler", "torch.cuda.amp.grad_scaler"):
         return f"{type(scaler).__name__} is not one of torch's own scalers"
-    if not scaler.is_enabled() or not vars(scaler).keys().isdisjoint(_OF_SCALERS[3:]):
+    if not scaler.is_enabled() or not all(_is_torchs(getattr(scaler, n)) for n in _SCALING):
         return "the scaler is disabled, or one of its methods was replaced"
     for each in optimizers:
         if not getattr(each, "_step_supports_amp_scaling", False):
@@ -52,10 +56,8 @@ def _why_not_recordable(optimizer: torch.optim.Optimizer, group: Mapping[str, An
     name = cls.__name__
     if getattr(torch.optim, name, None) is not cls:
         return f"{name} is not one of torch.optim's own optimizers"
-    for method in (optimizer.step, optimizer.zero_grad):
-        found = inspect.unwrap(method)  # of what schedulers and profiles put around it
-        if not getattr(found, "__module__", "").startswith("torch.optim."):
-            return f"step or zero_grad of {name} was replaced"
+    if not (_is_torchs(optimizer.step) and _is_torchs(optimizer.zero_grad)):
+        return f"step or zero_grad of {name} was replaced"
     if group.get("fused") and not isinstance(optimizer, _FUSED):
         return f"{name} reads its learning rate on the host, with fused=True, too; use AdamW or SGD"
     if not (group.get("fused") or group.get("capturable")):
@@ -66,6 +68,15 @@ def _why_not_recordable(optimizer: torch.optim.Optimizer, group: Mapping[str, An
     if group.get("differentiable") or (group.get("fused") and group.get("foreach")):
         return f"{name} has flags that fused=True excludes: foreach or differentiable"
     return None
+
+
+def _is_torchs(method: Any) -> bool:
+    """Tell if a method is torch's, with all that is around it: profilers and schedulers put something there, too."""
+    while method is not None:
+        if not getattr(method, "__globals__", {}).get("__name__", "").startswith(_WRAPPERS):
+            return False
+        method = getattr(method, "__wrapped__", None)
+    return True
 
 
 def step_hooks(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:

@@ -6,11 +6,13 @@ graphs. How many of them ran as a whole is part of each entry.
 
 import contextlib
 import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.flop_counter import FlopCounterMode
 
 import cgpass
 from cgpass import torch_private
@@ -109,6 +111,17 @@ def change_in_list(training):
     training.optimizer.param_groups[0]["betas"][0] = 0.2
 
 
+def rate(training):
+    """A tensor of a learning rate, with room for a double."""
+    training.rates = torch.tensor([0.02, 0.0], device=training.session.device)
+    number("lr", training.rates[0])(training)
+
+
+def rate_of_another_type(training):
+    """Where the one before lies."""
+    number("lr", training.rates.view(torch.float64)[0].fill_(0.05))(training)
+
+
 def states(training):
     return training.optimizer.state.values()
 
@@ -117,6 +130,8 @@ ADAM = {
     "lr": (number("lr", 0.02), 4),
     "lr is an integer": (number("lr", 1), 4),
     "lr is a tensor": (number("lr", torch.tensor(0.03)), 4),
+    "lr is a tensor with room": (rate, 4),
+    "lr is of another type in its place": (rate_of_another_type, 4),
     "lr is 0": (number("lr", 0.0), 4),
     "lr again": (number("lr", 0.02), 4),
     "initial_lr": (number("initial_lr", 0.5), 4),
@@ -205,6 +220,22 @@ def set_scale(value):
 
 def without_scale(training):
     del training.optimizer.grad_scale, training.optimizer.found_inf
+
+
+def with_a_later_group(params):
+    """The second layer gets an optimizer's group when there are recordings."""
+    return torch.optim.AdamW(list(params)[:2], lr=0.01, fused=True)
+
+
+def group_of_the_rest(training):
+    held = {*training.optimizer.param_groups[0]["params"]}
+    rest = [p for p in training.module.parameters() if p not in held]
+    training.optimizer.add_param_group({"params": rest})
+
+
+def test_what_the_optimizer_lacked_can_be_given_to_it(way):
+    changes = {"nothing": (lambda _: None, 0), "the rest": (group_of_the_rest, EACH - 1)}
+    check(way, changes, optimizer=with_a_later_group)
 
 
 def new_group(training):
@@ -360,12 +391,22 @@ def scaler_loaded(training):
     training.scaler.load_state_dict({**training.scaler.state_dict(), "scale": 64.0})
 
 
+class Slower(torch.amp.GradScaler):
+    def update(self, new_scale=None):
+        super().update(new_scale)
+        self._scale.mul_(0.5)
+
+
 SCALER = {
     "growth_factor": scaler_method("set_growth_factor", 3.0),
     "backoff_factor": scaler_method("set_backoff_factor", 0.25),
     "growth_interval": scaler_method("set_growth_interval", 1),
     "scale": (scaler_method("update", 128.0), 4),
     "scale loaded": (scaler_loaded, 4),
+    "scale()": (lambda t: setattr(t.scaler, "scale", lambda loss: loss * 512.0), 0),
+    "scale() as before": lambda t: delattr(t.scaler, "scale"),
+    "a class": (lambda t: setattr(t.scaler, "__class__", Slower), 0),
+    "a class of torch": lambda t: setattr(t.scaler, "__class__", torch.amp.GradScaler),
     "disabled": (lambda t: setattr(t.scaler, "_enabled", False), 0),
     "enabled": lambda t: setattr(t.scaler, "_enabled", True),
 }
@@ -496,6 +537,19 @@ class Doubled(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def shrinking(step, parameter):
+    """Does more than torch's own, and says with `functools.wraps` that it is that."""
+
+    @functools.wraps(step)
+    def call(*args, **kwargs):
+        call.factor *= 0.5
+        parameter.data.mul_(call.factor)
+        return step(*args, **kwargs)
+
+    call.factor = 1.0
+    return call
+
+
 def halved(x):
     return x * 0.5
 
@@ -525,6 +579,10 @@ MEANWHILE = {
     "step() of the class": lambda _: replaced(
         torch.optim.AdamW, "step", lambda self, closure=None: None
     ),
+    "step() of the optimizer, wrapped": lambda t: replaced(
+        t.optimizer, "step", shrinking(t.optimizer.step, first(t))
+    ),
+    "a dispatch mode": lambda _: FlopCounterMode(display=False),
     "step() of the optimizer": lambda t: replaced(t.optimizer, "step", lambda: None),
     "zero_grad()": lambda t: replaced(t.optimizer, "zero_grad", lambda set_to_none: None),
     "a class": lambda t: replaced(t.optimizer, "__class__", type("Mine", (torch.optim.AdamW,), {})),
