@@ -13,8 +13,9 @@ from faultlib.campaign import Campaign
 from faultlib.programs import PROGRAMS, Session
 
 import cgpass
-from cgpass import torch_private
+from cgpass import telemetry, torch_private
 from cgpass.runtime import owner, simulated
+from cgpass.runtime.executor import Executor
 
 OPTIONS = {"driver": "simulated", "compiler": "eager"}
 
@@ -358,3 +359,37 @@ def test_a_backward_that_is_broken_off_is_made_again(kind):
             gradients(loss)
         assert all(map(torch.equal, gradients(loss), expected)), point
     del held
+
+
+def told(name):
+    return name.endswith("executor.py") or "/cgpass/report/" in name or "/cgpass/telemetry/" in name
+
+
+@pytest.mark.parametrize("block", [cgpass.verify, cgpass.explain])
+def test_a_check_that_is_broken_off_leaves_calls_as_they_were(block):
+    """At its begin, inside and at its end: later calls replay, and nothing looks at them any more."""
+    fn, call = compiled()
+    x = torch.randn(3, 4)
+    torch.compiler.reset()
+    cgpass.reset()
+
+    def check():
+        with block():
+            call(x)
+            call(x)
+
+    for _ in range(3):
+        check()
+    with inject.noted(told) as points:
+        check()
+    first = {point: point for point in points if point.time < 2}
+    assert len(first) > 100
+    for point in list(first)[::3]:
+        with inject.fault(point, KeyboardInterrupt), contextlib.suppress(KeyboardInterrupt):
+            check()
+        gc.collect()  # the error and its traceback
+        with cgpass.expect(replays=2, recordings=0):
+            assert torch.equal(call(x), fn(x)), point
+            assert torch.equal(call(x), fn(x)), point
+        assert not telemetry._registry.listeners, point
+        assert not [e for e in gc.get_objects() if isinstance(e, Executor) and e._wraps], point
