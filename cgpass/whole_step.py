@@ -193,10 +193,11 @@ class TrainStep:
             The loss, detached; with what else `loss_fn` returned, as a tuple. **Lifetime:** the caller's own.
         """
         with self._lock:
-            before = here.step
+            before, has_grad = here.step, torch.is_grad_enabled()
             try:
                 return self._call(batch, named, before)
             except BaseException:
+                torch_private.set_grad_enabled(has_grad)
                 self.in_pieces[_RAISED] += 1
                 here.step = before
                 mend(open_modes)
@@ -232,10 +233,11 @@ class TrainStep:
     def flush(self) -> bool:
         """Update with what has accumulated since the last update; returns whether anything had."""
         with self._lock:
-            due, self._due = self._due, 0
+            due = self._due
             if due:
                 self._update.look()
                 self._update.fill_learning_rates()
+                self._due = 0  # an update is not to be made twice
                 self._update.run()
             return due > 0
 
@@ -442,8 +444,9 @@ class _Update:
         """All that updates read on the host, beside learning rates."""
         self.counts_writes = False
         """True if autograd is told what the optimizers write, as it is not by fused ones of torch 2.14."""
-        self._last: tuple[Any, ...] = ()
-        self._read: tuple[tuple[torch.Tensor, ...], tuple[Any, ...]] = (), ()
+        self._last: tuple[tuple[Any, ...], tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]]
+        self._last = (), ((), ())
+        """What `read` derived its last result from, and that."""
         self.known_as: dict[int, str] = {}
         """Names of parameters, by their `id`s; `params` holds them."""
         self.looks = 0
@@ -572,10 +575,10 @@ class _Update:
         rates = [rate.tensor for rate in self.rates]
         places = self._contents[1], fast.contents(rates, (), _NOTHING)[1]
         last = self.looks, self.numbers, places
-        if last != self._last:
-            self._last = last
-            self._read = (*self.state, *rates), (self.looks, tuple(self.numbers.items()), places)
-        return self._read
+        if last != self._last[0]:
+            read = (*self.state, *rates), (self.looks, tuple(self.numbers.items()), places)
+            self._last = last, read  # as one: a signal may come between two steps
+        return self._last[1]
 
 
 def _numbers_of(groups: Sequence[dict[str, Any]]) -> dict[str, Any] | str:
@@ -700,18 +703,17 @@ class _Whole:
         update, stats = self._update, self._runner.stats
         replays = stats.replays
         update.grad_norm = None  # the step itself must not hold what a replay writes
-        try:
-            torch_private.set_grad_enabled(False)  # it was on: autograd is plain
-            inputs, outputs = training.begin(args), list[Any]()
-            for n, put in self._arguments.items():
-                (inputs[n],) = put([inputs[n]])
-            if not self.is_one:
-                outputs, inputs = self._gradients(inputs)
-                inputs += self._leaves
-            inputs += update.read()
-            outputs += self._executor(inputs)
-        finally:
-            torch_private.set_grad_enabled(True)
+        # It was on; where this raises, the step sets it again.
+        torch_private.set_grad_enabled(False)
+        inputs, outputs = training.begin(args), list[Any]()
+        for n, put in self._arguments.items():
+            (inputs[n],) = put([inputs[n]])
+        if not self.is_one:
+            outputs, inputs = self._gradients(inputs)
+            inputs += self._leaves
+        inputs += update.read()
+        outputs += self._executor(inputs)
+        torch_private.set_grad_enabled(True)
         if update.counts_writes and stats.replays != replays:  # else operators said so themselves
             torch.autograd.graph.increment_version(self._leaves)
             torch.autograd.graph.increment_version(update.state)

@@ -353,10 +353,11 @@ class Pair:
 
     def backward(self, call: Call, grads: list[Any]) -> list[Any]:
         """Gradients for what a call wanted some for."""
-        owner, d, backward = self._owner, self.description, self._recordings.get("backward")
+        owner, d = self._owner, self.description
         call.ended = bool(self._token) and not torch_private.keeps_graph()
         with owner.lock:
-            owner.driver.enter_call()
+            owner.enter_call(is_backward=True)
+            backward = self._recordings.get("backward")
             if backward is not None and fast.layouts(call.members) == self._backward_key:
                 self._put_in_place(call)
                 if call.position is not None:
@@ -407,17 +408,18 @@ class Pair:
 
     def run_weight_grads(self, call: Call) -> None:
         """Make the weights' gradients of a backward that lacks them, and add them to their `.grad`."""
-        owner, members, recording = self._owner, call.members, self._recordings.get("backward_dw")
-        if recording is None:
-            raise GraphedBackwardError(
-                f"{call.name}: its graphs were freed between a backward and its backward_dw()."
-            )
+        owner, members = self._owner, call.members
         with owner.lock, torch.no_grad():
+            owner.enter_call(is_backward=True)
+            recording = self._recordings.get("backward_dw")
+            if recording is None:
+                raise GraphedBackwardError(
+                    f"{call.name}: its graphs were freed between a backward and its backward_dw()."
+                )
             if fast.layouts(members) != self._backward_key:
                 raise StaticInputMovedError(
                     f"{call.name}: parameters moved between a backward and its backward_dw(). Keep them where they are."
                 )
-            owner.driver.enter_call()
             outputs = self._replay(recording, members)
             for k, grad in zip(self._split_off, outputs, strict=True):
                 parameter = members[k]

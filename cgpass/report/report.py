@@ -1,5 +1,6 @@
 """Reports: what `explain` returns, how they are kept in files, and what changed from one to another."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -88,13 +89,15 @@ class Report(Facts):
         """
         path = Path(path)
         check_place(path)
-        said, part = WRITERS[path.suffix](self), path.with_suffix(f".{os.getpid()}.part")
+        said, part = WRITERS[path.suffix](self), path.with_name(f"cgpass-{os.getpid()}.part")
         try:
             part.write_text(said, encoding="utf-8")
             part.replace(path)
         except OSError as error:
-            part.unlink(missing_ok=True)
             raise ReportError(f"{path} can't be written: {error.strerror}") from error
+        finally:  # also where it was interrupted
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
 
     def __str__(self) -> str:
         return text.text(self)

@@ -50,11 +50,11 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
         """Calls of partitions that were compared."""
         self._every = every
         self._warned = functools.cache(log.warning)
-        self.callback(telemetry.listen(self._add))
+        telemetry.listen(self._add, self)
 
     def _add(self, _: int, run: telemetry.GraphRun) -> None:
         if isinstance(executor := run.live(), Executor):
-            self.callback(executor.wrap(self._wrapped))
+            executor.wrap(self._wrapped, self)
 
     def _wrapped(self, step: Step, run: Run) -> Run:
         runner, calls = step.run, itertools.count(1)

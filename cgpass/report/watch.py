@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import torch
 
@@ -51,6 +51,7 @@ def watched() -> Iterator[Report]:
     report = Report(unfinished=True)
     breaks, notes = {*torch_private.graph_breaks()}, torch_private.compilations()
     with _Clock() as clock:
+        telemetry.listen(clock.add, clock)
         before = telemetry.now()
         try:
             yield report
@@ -204,15 +205,12 @@ class _Clock(contextlib.ExitStack):
         self._periods: list[tuple[list[_Timed], Any]] = []
         self._random = random.Random(0)
 
-    def __enter__(self) -> Self:
-        self.callback(telemetry.listen(self._add))
-        return super().__enter__()
-
-    def _add(self, number: int, run: telemetry.GraphRun) -> None:
+    def add(self, number: int, run: telemetry.GraphRun) -> None:
+        """Time what runs a graph, which may be new."""
         self._end_period(self._period, None)
         for each in live([run]):
             if each.owner is not None and each.owner.driver.device.type == "cuda":
-                self.callback(each.wrap(functools.partial(self._wrapped, number)))
+                each.wrap(functools.partial(self._wrapped, number), self)
 
     def _wrapped(self, number: int, step: Step, run: Run) -> Run:
         stats = step.run.stats if isinstance(step.run, PartitionRunner) else CallStats()

@@ -95,8 +95,7 @@ class Executor:
         self._template: list[Any] = [None] * (plan.num_slots - plan.num_inputs)
         for slot, value in plan.constants:
             self._template[slot - plan.num_inputs] = value
-        self._wraps: list[Callable[[Step, Run], Run]] = []
-        self._make_steps()
+        self._make_steps([])
         self._take_outputs = taker(plan.outputs)
         runners = [step.run for step in plan.steps if isinstance(step.run, PartitionRunner)]
         self._is_backward = any(runner.is_backward for runner in runners)
@@ -153,29 +152,29 @@ class Executor:
                 raise
             return results
 
-    def wrap(self, wrap: Callable[[Step, Run], Run]) -> Callable[[], None]:
-        """Have steps run by what `wrap` makes of what runs them, until the returned function is called."""
-        self._wraps.append(wrap)
-        self._make_steps()
+    def wrap(self, wrap: Callable[[Step, Run], Run], until: contextlib.ExitStack) -> None:
+        """Have steps run by what `wrap` makes of what runs them, until a stack is closed."""
         mine = weakref.ref(self)
 
         def end() -> None:
             executor = mine()
             if executor is not None and wrap in executor._wraps:
-                executor._wraps.remove(wrap)
-                executor._make_steps()
+                executor._make_steps([each for each in executor._wraps if each != wrap])
 
-        return end
+        for _ in range(2):  # a signal may come inside of one
+            until.callback(end)
+        self._make_steps([*self._wraps, wrap])
 
-    def _make_steps(self) -> None:
-        self._steps: list[tuple[Any, ...]] = []
+    def _make_steps(self, wraps: Sequence[Callable[[Step, Run], Run]]) -> None:
+        made: list[tuple[Any, ...]] = []
         for step in self.plan.steps:
             run = step.run.run if isinstance(step.run, PartitionRunner) else _plainly(step.run)
-            for wrap in self._wraps:
+            for wrap in wraps:
                 run = wrap(step, run)
             drops = [(where, (None,) * len(step.drops[part])) for where, part in _runs(step.drops)]
             outputs = _runs(step.outputs), len(step.outputs)
-            self._steps.append((run, taker(step.inputs), drops, *outputs))
+            made.append((run, taker(step.inputs), drops, *outputs))
+        self._wraps, self._steps = wraps, made
 
     def _named_steps(self) -> list[tuple[Any, ...]]:
         """The steps, with partitions as ranges of the profile that is being made."""

@@ -18,6 +18,7 @@ a killed process leaves a lock behind that all later ones wait for.
 
 import atexit
 import contextlib
+import errno
 import hashlib
 import importlib.util
 import logging
@@ -90,8 +91,8 @@ def build(*, keep: bool = False) -> Path:
     """Compile the module unless it is compiled; waits for another process that does.
 
     Args:
-        keep: Whether a cache folder that can't be written is an error; else a temporary folder is used, which is gone
-            when the process ends.
+        keep: Whether a cache folder that can't be written, or is full, is an error; else a temporary folder is used,
+            which is gone when the process ends.
 
     Returns:
         The compiled module.
@@ -115,9 +116,14 @@ def build(*, keep: bool = False) -> Path:
 
 def _temporary_folder(beside: Path | None = None) -> Path:
     """A folder that is gone when this process ends, whatever becomes of processes that it forks."""
-    folder = tempfile.mkdtemp(prefix="cgpass-", dir=beside)
+    folder = tempfile.mkdtemp(prefix=_prefix(), dir=beside)
     atexit.register(_remove, folder, os.getpid())
     return Path(folder)
+
+
+def _prefix() -> str:
+    """Names of this machine's folders begin so: another one may share the cache, but no locks."""
+    return f"cgpass-{platform.node()}-"
 
 
 def _remove(folder: str, process: int) -> None:
@@ -129,9 +135,13 @@ def _built(path: Path) -> Path:
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(path.parent):
+    with _alone(path.parent) as is_alone:
         if path.exists():
             return path
+        if is_alone:
+            for left in path.parent.iterdir():
+                if left.name.startswith(_prefix()):  # by a process that was killed
+                    shutil.rmtree(left, ignore_errors=True)
         log.info(
             "native code for torch %s is compiled, once, to %s", torch.__version__, path.parent
         )
@@ -147,13 +157,19 @@ def _built(path: Path) -> Path:
     return path
 
 
+_threads = new_lock()
+"""The file's lock is one of processes."""
+
+
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """A block that one process runs at a time, where the file system has locks."""
-    with (folder / ".lock").open("w") as file:
+def _alone(folder: Path) -> Iterator[bool]:
+    """A block that one process runs at a time where the file system has locks; yields whether it has."""
+    with _threads, (folder / ".lock").open("w") as file:
+        is_alone = False
         with contextlib.suppress(OSError):
             fcntl.lockf(file, fcntl.LOCK_EX)  # not flock: a forked child would have it, too
-        yield
+            is_alone = True
+        yield is_alone
 
 
 def _compile(made: Path) -> None:
@@ -165,7 +181,8 @@ def _compile(made: Path) -> None:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"TMPDIR": str(made.parent)},
+            env=os.environ | {"TMPDIR": str(made.parent), "LC_ALL": "C"},
+            process_group=0,  # or Ctrl-C would end the compiler, and this process go on without graphs
             text=True,
             errors="replace",
             check=False,
@@ -173,6 +190,9 @@ def _compile(made: Path) -> None:
     except OSError as error:
         raise BuildError(f"{command[0]} can't be run: {error.strerror}", _INSTALL) from error
     if run.returncode:
+        for code in (errno.ENOSPC, errno.EDQUOT):
+            if os.strerror(code).lower() in run.stdout.lower():
+                raise OSError(code, os.strerror(code), str(made.parent.parent))
         lines = run.stdout.splitlines()
         first = next((line for line in lines if "error" in line), lines[0] if lines else "")
         why = f"{command[0]} failed with status {run.returncode}: {first}".removesuffix(": ")
@@ -183,9 +203,13 @@ def _command(made: Path) -> list[str]:
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
     if compiler is None:
         raise BuildError("no C++ compiler was found (c++, g++, clang++)", _INSTALL)
+    try:
+        words = shlex.split(compiler)
+    except ValueError as error:
+        raise BuildError(f"CXX is no command, but {compiler!r}: {error}", _ANOTHER) from error
     root = Path(torch.__file__).parent
     return [
-        *shlex.split(compiler),
+        *words,
         *("-std=c++20", "-O2", "-DNDEBUG", "-w", "-fPIC", "-shared", "-fvisibility=hidden"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-I{root / 'include'}",
@@ -235,9 +259,10 @@ class Loader:
             self._progress = setting
             if self._process == os.getpid():
                 return
-            self._process, self.why_not = os.getpid(), None
-            self._thread = threading.Thread(target=self._load, name="cgpass-build", daemon=True)
-            self._thread.start()
+            self.why_not = None
+            thread = threading.Thread(target=self._load, name="cgpass-build", daemon=True)
+            thread.start()
+            self._thread, self._process = thread, os.getpid()  # last: an exception may come before
 
     def _load(self) -> None:
         try:

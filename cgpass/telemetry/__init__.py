@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -170,13 +171,19 @@ def add_run(graph: int, run: GraphRun) -> None:
         listener(graph, run)
 
 
-def listen(listener: Callable[[int, GraphRun], None]) -> Callable[[], None]:
-    """Have `listener` told of what runs each graph, now and later, until the result is called."""
-    _registry.listeners.append(listener)
-    for number, (_, runs) in graph_runs().items():
-        for run in runs:
-            listener(number, run)
-    return lambda: _registry.listeners.remove(listener)
+def listen(listener: Callable[[int, GraphRun], None], until: ExitStack) -> None:
+    """Have `listener` told of what runs each graph, now and later, until a stack is closed; it is where this raises."""
+    known = _registry.listeners
+    for _ in range(2):  # a signal may come inside
+        until.callback(lambda: listener in known and known.remove(listener))
+    try:
+        known.append(listener)
+        for number, (_, runs) in graph_runs().items():
+            for run in runs:
+                listener(number, run)
+    except BaseException:
+        until.close()
+        raise
 
 
 def replace_partition(graph: int, part: PartitionSummary) -> None:

@@ -1,5 +1,6 @@
 """Steps over slots: what is dropped when, what is copied out, what a plan says."""
 
+import contextlib
 import weakref
 
 import pytest
@@ -70,12 +71,12 @@ def run_of(executor):
 def test_steps_are_told_in_order_and_only_inside(executor):
     outer, inner = Noting(), Noting()
     executor([torch.ones(2)])
-    ends = [executor.wrap(outer), executor.wrap(inner)]
-    assert executor([torch.ones(2)])[0].tolist() == [3, 3]
-    with pytest.raises(TypeError):
-        executor(["no tensor"])
-    for end in ends:
-        end()
+    with contextlib.ExitStack() as until:
+        executor.wrap(outer, until)
+        executor.wrap(inner, until)
+        assert executor([torch.ones(2)])[0].tolist() == [3, 3]
+        with pytest.raises(TypeError):
+            executor(["no tensor"])
     executor([torch.ones(2)])
     assert outer.steps == inner.steps == ["captured_0", "eager_1", "captured_0"]
     assert executor.tally.calls == 4

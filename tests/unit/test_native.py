@@ -1,5 +1,6 @@
 """The native code is compiled before the first recording, once, and kept; where it can't be one warning says so."""
 
+import errno
 import logging
 import os
 import signal
@@ -55,7 +56,7 @@ cp '{built}' "$to"
 
 
 def files(folder):
-    """All in the cache but the lock, and what a process that was killed left in a folder of its own."""
+    """All in the cache but the lock and folders."""
     found = [path for path in folder.glob("cgpass/*") if path.is_file()]
     return sorted(path.name for path in found if path.name != ".lock")
 
@@ -141,7 +142,45 @@ def test_a_process_that_goes_before_leaves_nothing_that_stops_the_next(copying, 
     folder = tmp_path / "cache" / "cgpass"
     assert how == "is killed" or list(folder.iterdir()) == [folder / ".lock"]
     assert main(["build"]) == 0
-    assert files(tmp_path / "cache") == [native.file_name()]
+    assert [path.name for path in folder.iterdir() if path.name != ".lock"] == [native.file_name()]
+
+
+PRESSED = """
+import os, signal, sys, time
+from cgpass.runtime import native
+os.setpgrp()
+native.loader.start()
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+try:
+    os.killpg(0, signal.SIGINT)
+    native.loader.wait()
+    sys.exit("nothing was raised")
+except KeyboardInterrupt:
+    pass
+assert native.loader.wait(), native.loader.why_not
+"""
+
+
+def test_ctrl_c_ends_no_compiler(copying):
+    """A terminal and a notebook send it to every process of the group."""
+    command = [sys.executable, "-c", PRESSED, str(copying)]
+    run = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert copying.read_text() == "run\n"
+
+
+def test_a_thread_that_can_not_be_started_is_started_by_the_next_call(
+    copying, monkeypatch, tmp_path
+):
+    del copying
+    fresh_loader(monkeypatch, tmp_path / "cache")
+    monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+    with monkeypatch.context() as patched:
+        patched.setattr(native.threading, "Thread", mock.Mock(side_effect=RuntimeError("no more")))
+        with pytest.raises(RuntimeError, match="no more"):
+            native.loader.wait()
+    assert native.loader.wait(), native.loader.why_not
 
 
 # ---- where
@@ -172,6 +211,36 @@ def test_an_unwritable_cache_is_replaced_by_a_temporary_one(
         f"cgpass build: [Errno 20] Not a directory: '{tmp_path}/file/cgpass'. "
         "Set XDG_CACHE_HOME to a folder that can be written.\n"
     )
+
+
+@pytest.mark.parametrize("limit", ["the compiler", "what it made"])
+def test_a_full_cache_is_replaced_by_a_temporary_one(copying, monkeypatch, tmp_path, capsys, limit):
+    """Whether the compiler says so or the file can't be kept: no other compiler would help."""
+    del copying
+    full = str(tmp_path / "cache" / "cgpass")
+    compiler, sync = Path(os.environ["CXX"]), os.fsync
+    if limit == "the compiler":
+        first, rest = compiler.read_text().split("\n", 1)
+        said = "as: can't write 4 bytes to section .text of x.o: no space left on device"
+        no_space = f"case $TMPDIR in '{full}'/*) echo \"{said}\"; exit 1;; esac"
+        compiler.write_text(f"{first}\n{no_space}\n{rest}")
+    else:
+
+        def fsync(file):
+            if os.readlink(f"/proc/self/fd/{file}").startswith(full):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), full)
+            sync(file)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+    path = native.build()
+    assert path.exists()
+    assert tmp_path not in path.parents
+    assert main(["build"]) == 1
+    assert capsys.readouterr().err == (
+        f"cgpass build: [Errno 28] No space left on device: '{full}'. "
+        "Set XDG_CACHE_HOME to a folder that can be written.\n"
+    )
+    assert os.listdir(full) == [".lock"]
 
 
 # ---- where there is none
@@ -215,6 +284,7 @@ ANOTHER = "Set CXX to another compiler, or install g++ or clang++."
     [
         ("/nowhere/c++", "/nowhere/c++ can't be run: No such file or directory", INSTALL, ""),
         ("false", "false failed with status 1", ANOTHER, ""),
+        ("c++ '-O3", 'CXX is no command, but "c++ \'-O3": No closing quotation', ANOTHER, ""),
         (
             "sh -c 'echo first; echo \"x.cpp:1: error: bad\"; exit 3'",
             "sh failed with status 3: x.cpp:1: error: bad",

@@ -13,7 +13,9 @@ from faultlib.campaign import Campaign
 from faultlib.programs import PROGRAMS, Session
 
 import cgpass
+from cgpass import telemetry, torch_private
 from cgpass.runtime import owner, simulated
+from cgpass.runtime.executor import Executor
 
 OPTIONS = {"driver": "simulated", "compiler": "eager"}
 
@@ -248,3 +250,146 @@ def test_an_optimizer_that_raises_in_a_step(monkeypatch):
         hook[0] = stopping(-1)
         for _ in range(2):
             assert_right(session, run, expected)
+
+
+def trained_twice(**settings):
+    """A step that replays, one without graphs that trains the same, and their modules."""
+    made = []
+    for driver in ("simulated", "none"):
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9, fused=True)
+        options = OPTIONS | {"driver": driver}
+
+        def loss_fn(x, module=module):
+            return module(x).square().mean()
+
+        step = cgpass.train_step(loss_fn, optimizer, options=options, **settings)
+        made.append((step, module, optimizer))
+    return made
+
+
+def test_a_step_that_is_broken_off_where_it_reads_a_new_number():
+    """Later steps read that number, not the one before it."""
+    (step, module, optimizer), (twin, other, its) = trained_twice()
+    x, number = torch.randn(3, 4), 0
+
+    def change():
+        nonlocal number
+        number += 1
+        for each in (optimizer, its):
+            each.param_groups[0]["weight_decay"] = (0.1, 0.5)[number % 2]
+
+    def both(times):
+        for _ in range(times):
+            assert torch.equal(step(x), twin(x)), point
+
+    def in_step(name):
+        return name.endswith("cgpass/whole_step.py")
+
+    point = None
+    for _ in range(3):
+        both(4)
+        change()
+    both(1)
+    with inject.noted(in_step) as points:
+        step(x)
+    twin(x)
+    assert len(points) > 100
+    for point in points[::4]:
+        change()
+        both(1)
+        kept = [*module.parameters(), *(v["momentum_buffer"] for v in optimizer.state.values())]
+        before = [value.detach().clone() for value in kept]
+        with inject.fault(point, KeyboardInterrupt), contextlib.suppress(KeyboardInterrupt):
+            step(x)
+        with torch.no_grad():
+            for value, saved in zip(kept, before, strict=True):
+                value.copy_(saved)
+        optimizer.zero_grad()
+        both(3)
+    assert all(map(torch.equal, module.parameters(), other.parameters()))
+
+
+def test_a_flush_that_is_broken_off_before_it_updates(monkeypatch):
+    (step, module, _), (twin, other, _) = trained_twice(accumulate=2)
+    x = torch.randn(3, 4)
+    for _ in range(3):
+        step(x)
+        twin(x)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch_private, "host_reads", stopping(0))
+        with pytest.raises(StopError):
+            step.flush()
+    assert step.flush()
+    assert twin.flush()
+    assert not step.flush()
+    assert all(map(torch.equal, module.parameters(), other.parameters()))
+
+
+@pytest.mark.parametrize("kind", ["compiled", "graphed"])
+def test_a_backward_that_is_broken_off_is_made_again(kind):
+    """Of a call before the newest one: what it saved is copied back, and what lies there is moved."""
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+    if kind == "compiled":
+        call = torch.compile(module, backend="cgpass", options=OPTIONS)
+    else:
+        sample, options = torch.ones(3, 4, requires_grad=True), {"driver": "simulated"}
+        call = cgpass.make_graphed_callables(module, (sample,), options=options)
+    inputs, params = [torch.randn(3, 4) for _ in "ab"], list(module.parameters())
+
+    def prepared():
+        losses = [call(x.clone().requires_grad_()).square().mean() for x in inputs]
+        return losses[0], losses
+
+    def gradients(loss):
+        return torch.autograd.grad(loss, params, retain_graph=True)
+
+    expected = gradients(module(inputs[0]).square().mean())
+    for _ in range(4):
+        loss, held = prepared()
+        gradients(loss)
+    loss, held = prepared()
+    with inject.noted(campaigns.in_runtime) as points:
+        gradients(loss)
+    points = [point for point in points if point.file.endswith(("outputs.py", "owner.py"))]
+    for point in points[::3]:
+        loss, held = prepared()
+        with inject.fault(point, MemoryError), contextlib.suppress(MemoryError):
+            gradients(loss)
+        assert all(map(torch.equal, gradients(loss), expected)), point
+    del held
+
+
+def told(name):
+    return name.endswith("executor.py") or "/cgpass/report/" in name or "/cgpass/telemetry/" in name
+
+
+@pytest.mark.parametrize("block", [cgpass.verify, cgpass.explain])
+def test_a_check_that_is_broken_off_leaves_calls_as_they_were(block):
+    """At its begin, inside and at its end: later calls replay, and nothing looks at them any more."""
+    fn, call = compiled()
+    x = torch.randn(3, 4)
+    torch.compiler.reset()
+    cgpass.reset()
+
+    def check():
+        with block():
+            call(x)
+            call(x)
+
+    for _ in range(3):
+        check()
+    with inject.noted(told) as points:
+        check()
+    first = {point: point for point in points if point.time < 2}
+    assert len(first) > 100
+    for point in list(first)[::3]:
+        with inject.fault(point, KeyboardInterrupt), contextlib.suppress(KeyboardInterrupt):
+            check()
+        gc.collect()  # the error and its traceback
+        with cgpass.expect(replays=2, recordings=0):
+            assert torch.equal(call(x), fn(x)), point
+            assert torch.equal(call(x), fn(x)), point
+        assert not telemetry._registry.listeners, point
+        assert not [e for e in gc.get_objects() if isinstance(e, Executor) and e._wraps], point

@@ -122,7 +122,32 @@ def test_a_report_that_fills_the_disk(tmp_path, monkeypatch):
     with pytest.raises(cgpass.errors.ReportError, match="can't be written"):
         report.save(path)
     assert path.read_text() == before
-    assert not list(tmp_path.glob("*.part"))
+    assert os.listdir(tmp_path) == ["report.json"]
+
+
+def test_a_report_that_is_interrupted_or_can_not_be_there(tmp_path, monkeypatch):
+    """Nothing half done is left; a folder of that name, a missing one and a name that is too long are errors that say so."""
+    report = cgpass.explain(torch.nn.Linear(4, 4), torch.randn(2, 4), options=OPTIONS)
+    (tmp_path / "folder.json").mkdir()
+    for name, why in (
+        ("folder.json", "can't be written: Is a directory"),
+        ("missing/report.json", "does not exist"),
+        (f"{'x' * 300}.json", "can't be written: File name too long"),
+    ):
+        with pytest.raises(cgpass.errors.ReportError, match=why):
+            report.save(tmp_path / name)
+    longest = tmp_path / f"{'x' * 250}.json"
+    report.save(longest)
+    longest.unlink()
+
+    def interrupted(path, text, **kwargs):
+        path.touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        report.save(tmp_path / "report.json")
+    assert os.listdir(tmp_path) == ["folder.json"]
 
 
 ENDS = """
