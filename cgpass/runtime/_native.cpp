@@ -28,7 +28,6 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
-#include <string_view>
 #include <typeinfo>
 #include <utility>
 #include <vector>
@@ -518,11 +517,9 @@ struct Walk {
   std::vector<int64_t> addresses;
 
   bool is_left_out(PyObject* key) const {
-    if (!PyUnicode_CheckExact(key)) return false;
-    for (Py_ssize_t k = 0; k < without.size; ++k) {
-      if (key == without.items[k] || PyUnicode_Compare(key, without.items[k]) == 0) return true;
-    }
-    return false;
+    return std::any_of(without.items, without.items + without.size, [&](PyObject* each) {
+      return key == each || (PyUnicode_CheckExact(key) && PyUnicode_Compare(key, each) == 0);
+    });
   }
 
   void through(PyObject* object, bool is_root = false) {
@@ -559,23 +556,14 @@ struct Walk {
 PyObject* contents(PyObject* const* args) {
   const Items roots(args[0]), before(args[2]);
   Walk walk{Items(before[0]), Items(args[1])};
-  walk.objects.reserve(walk.before.size + 1);
-  walk.addresses.reserve(walk.before.size + 1);
   for (Py_ssize_t k = 0; k < roots.size; ++k) walk.through(roots[k], true);
-  Owned list;
-  if (std::equal(walk.objects.begin(), walk.objects.end(), walk.before.items, walk.before.items + walk.before.size)) {
-    const auto* bytes = reinterpret_cast<const char*>(walk.addresses.data());
-    const std::string_view now(bytes, walk.addresses.size() * sizeof(int64_t));
-    if (PyBytes_Check(before[1]) && now == std::string_view(PyBytes_AS_STRING(before[1]), PyBytes_GET_SIZE(before[1]))) {
-      return Py_NewRef(args[2]);
-    }
-    list = Owned(Py_NewRef(before[0]));
-  } else {
-    list = Owned(list_of(static_cast<Py_ssize_t>(walk.objects.size()), [&](Py_ssize_t k) {
-      return Py_NewRef(walk.objects[k]);
-    }));
-  }
+  const bool same =
+      std::equal(walk.objects.begin(), walk.objects.end(), walk.before.items, walk.before.items + walk.before.size);
   Owned addresses(made(bytes_of(walk.addresses)));
+  if (same && PyObject_RichCompareBool(addresses.get(), before[1], Py_EQ) == 1) return Py_NewRef(args[2]);
+  const auto size = static_cast<Py_ssize_t>(walk.objects.size());
+  const auto object = [&](Py_ssize_t k) { return Py_NewRef(walk.objects[k]); };
+  Owned list(same ? Py_NewRef(before[0]) : list_of(size, object));
   return PyTuple_Pack(2, list.get(), addresses.get());
 }
 
