@@ -344,7 +344,7 @@ def test_warm_ups_have_a_pool_of_their_own_which_is_returned(pools):
     driver, log = pools
     for _ in range(2):
         driver.warm_up(lambda args: [], [])
-    assert of_pools(log) == 2 * ["begin (0, 1)", "end (0, 1)"]
+    assert of_pools(log) == ["empty cache", *2 * ["begin (0, 1)", "end (0, 1)"]]
     first, _ = driver.record(lambda args: [], [], opaque=False)
     released = 2 * ["release (0, 1)"]
     assert of_pools(log) == [*released, "empty cache", "begin (0, 2) thread_local"]
@@ -353,6 +353,15 @@ def test_warm_ups_have_a_pool_of_their_own_which_is_returned(pools):
     third, _ = driver.record(lambda args: [], [], opaque=False)
     assert of_pools(log) == ["begin (0, 2) thread_local"]
     assert first is not second is not third
+
+
+def test_after_a_warm_up_that_raises_the_caller_waits_for_what_it_launched(pools):
+    driver, log = pools
+    with pytest.raises(ValueError, match="user's"):
+        driver.warm_up(failing, [])
+    assert log.index("stream 11 waits for side") > log.index("begin (0, 1)")
+    assert log[-1] == "leave side"
+    driver.end_warm_ups()
 
 
 def test_a_failed_capture_leaves_its_pool(pools):
@@ -402,7 +411,8 @@ def test_a_pool_that_is_given_serves_warm_ups_and_captures(pools):
     driver = CUDADriver(DEVICE, pool=(7, 7))
     driver.warm_up(lambda args: [], [])
     graph, _ = driver.record(lambda args: [], [], opaque=False)
-    found = ["begin (7, 7)", "end (7, 7)", "begin (7, 7) thread_local", "release (7, 7)"]
+    found = ["empty cache", "begin (7, 7)", "end (7, 7)"]
+    found += ["begin (7, 7) thread_local", "release (7, 7)"]
     assert of_pools(log) == found
     assert graph is not None
 
