@@ -354,11 +354,10 @@ class CUDADriver(GraphDriver):
                 when_no_capture_runs(torch.cuda.empty_cache)
             try:
                 with pool.allocating():
-                    outputs = fn(args)
+                    return fn(args)
             finally:
+                current.wait_stream(self._stream)  # what raises had launched work, too
                 torch_private.clear_cublas_workspaces()
-        current.wait_stream(self._stream)
-        return outputs
 
     def end_warm_ups(self) -> None:
         """See `GraphDriver.end_warm_ups`."""

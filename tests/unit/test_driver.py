@@ -355,6 +355,15 @@ def test_warm_ups_have_a_pool_of_their_own_which_is_returned(pools):
     assert first is not second is not third
 
 
+def test_after_a_warm_up_that_raises_the_caller_waits_for_what_it_launched(pools):
+    driver, log = pools
+    with pytest.raises(ValueError, match="user's"):
+        driver.warm_up(failing, [])
+    assert log.index("stream 11 waits for side") > log.index("begin (0, 1)")
+    assert log[-1] == "leave side"
+    driver.end_warm_ups()
+
+
 def test_a_failed_capture_leaves_its_pool(pools):
     driver, log = pools
     kept, _ = driver.record(lambda args: [], [], opaque=False)

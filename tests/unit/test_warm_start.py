@@ -26,6 +26,7 @@ from cgpass.options import Options
 from cgpass.torch_private import kept_graphs
 
 SIMULATED = {"driver": "simulated"}
+REPOSITORY = Path(cgpass.__file__).parents[1]
 X = torch.ones(4, 8)
 
 
@@ -99,7 +100,7 @@ def test_another_process_traces_nothing(tmp_path):
     found = []
     for seed in ("1", "2"):
         env = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"), PYTHONHASHSEED=seed)
-        env["PYTHONPATH"] = str(Path(cgpass.__file__).parents[1])
+        env["PYTHONPATH"] = str(REPOSITORY)
         done = subprocess.run(
             [sys.executable, str(program)], env=env, capture_output=True, text=True, check=True
         )
@@ -109,6 +110,29 @@ def test_another_process_traces_nothing(tmp_path):
     assert (cold["joint_graphs"], cold["graphs_kept"]) == (1, 0)
     assert (warm["joint_graphs"], warm["graphs_kept"]) == (0, 2)
     assert warm["replays"] == cold["replays"] > 0
+
+
+def test_processes_that_write_at_once_and_entries_that_are_cut_short(tmp_path):
+    """Each has the same numbers; what can't be read is traced again."""
+    cache, env = tmp_path / "cache", dict(os.environ, PYTHONPATH=str(REPOSITORY))
+    env["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+
+    def start():
+        return subprocess.Popen([sys.executable, "-c", PROGRAM], env=env, stdout=subprocess.PIPE)
+
+    def result(process):
+        said, _ = process.communicate(timeout=300)
+        assert process.returncode == 0
+        return json.loads(said.splitlines()[-1])
+
+    (_, *values), (_, *others) = map(result, [start(), start()])
+    entries = [path for path in cache.rglob("*") if path.is_file() and "aotautograd" in str(path)]
+    assert entries
+    for path in entries:
+        os.truncate(path, path.stat().st_size // 2)
+    counted, *again = result(start())
+    assert values == others == again
+    assert (counted["joint_graphs"], counted["graphs_kept"]) == (1, 0)
 
 
 @pytest.mark.parametrize("number", [None, 1, 2])
