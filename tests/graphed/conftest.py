@@ -12,10 +12,3 @@ def setting(request):
     torch.manual_seed(0)
     yield Setting(request.param, device)
     torch.set_default_device(None)
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.path.parent.name == "graphed":  # Inductor's first import
-            for kind in ("DeprecationWarning", "FutureWarning"):
-                item.add_marker(pytest.mark.filterwarnings(f"ignore:`torch.jit:{kind}"))

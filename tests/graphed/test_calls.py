@@ -8,7 +8,6 @@ import torch
 
 import cgpass
 from tests.graphed.steps import (
-    check,
     clear_grads,
     graphed_twins,
     net,
@@ -22,18 +21,6 @@ from tests.graphed.steps import (
 class Pair(NamedTuple):
     first: Any
     second: Any
-
-
-def test_a_module(setting):
-    module, plain = twins(setting, net(dropout=0.3))
-    x = setting.randn(4, 8, grad=True)
-    graphed = setting.graphed(module, (x,))
-    for _ in range(3):
-        check(setting, graphed, plain, x, 1)
-        same_grads(module, plain)
-        clear_grads(module, plain)
-    stats = graphed.graphed.stats
-    assert (stats.recordings, stats.replays, stats.plain_calls) == (2, 6, 0)
 
 
 def test_what_is_handed_out_keeps_its_values_over_many_calls(setting):

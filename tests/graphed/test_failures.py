@@ -106,7 +106,6 @@ def test_modules_with_hooks_are_refused(setting):
             setting.graphed(register(name), (setting.randn(4, 8),))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize(
     ("wrap", "message"),
     [

@@ -73,7 +73,6 @@ WAYS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("order", ["0011", "0110", "012210", "0120"])
 def test_forwards_that_are_pending(setting, way, order):

@@ -96,7 +96,6 @@ def test_cgpass_reset_frees_them_too(setting):
     assert graphed.graphed.stats.recordings == 4
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_inside_of_a_compiled_function(setting):
     module, plain = twins(setting, net())
     graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))

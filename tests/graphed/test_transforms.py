@@ -14,7 +14,6 @@ def jvp_of(fn, x, tangent):
         return forward_ad.unpack_dual(fn(forward_ad.make_dual(x, tangent))).tangent
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize(
     "way",
     [
@@ -82,9 +81,6 @@ def test_batched_gradients_are_refused(setting):
     same(torch.autograd.grad(graphed(x), x, rows[0])[0], x.cos() * rows[0])
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)  # Dynamo's
 def test_backwards_that_compiled_autograd_traces(setting):
     """Its setting is on when the forward runs, and a compiled function calls the backward."""
     graphed, module, plain = graphed_twins(setting, net())

@@ -10,10 +10,6 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 import cgpass
 from tests.recompute.steps import Block, same, tensor
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor:UserWarning",
-    "ignore:`torch.jit:DeprecationWarning",
-)
 OPTIONS = {"driver": "simulated", "compiler": "eager"}
 
 

@@ -17,11 +17,6 @@ from cgpass.errors import (
 from cgpass.recompute import api, checkpointed
 from tests.recompute.steps import tensor
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor:UserWarning",
-    "ignore:.torch\\.jit:DeprecationWarning",
-    "ignore:.torch\\.jit:FutureWarning",  # torch's own, of its first jvp
-)
 OPTIONS = {"driver": "simulated", "compiler": "eager"}
 
 

@@ -1,22 +1,10 @@
-"""Tests of reports compile with the simulated driver; what torch warns of itself is left to torch."""
+"""Tests of reports compile with the simulated driver."""
 
 import pytest
 import torch
 
 import cgpass
 from cgpass import telemetry
-
-TORCHS_OWN_WARNINGS = (
-    "ignore:The .grad attribute of a Tensor:UserWarning",  # Dynamo reads it off every input
-    "ignore:`torch.jit:DeprecationWarning",  # Inductor's first import
-)
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.path.parent.name == "report":
-            for warning in TORCHS_OWN_WARNINGS:
-                item.add_marker(pytest.mark.filterwarnings(warning))
 
 
 @pytest.fixture(autouse=True)

@@ -181,18 +181,6 @@ def test_compilations_that_are_alike_are_told_of_once():
     assert text.count("inference: ") == html(report).count("<h3>") == 1
 
 
-def test_recordings_that_a_larger_call_had_made_anew_say_so():
-    call = torch.compile(split, backend="cgpass", dynamic=True)
-    with cgpass.explain() as report:
-        for rows in (2, 4, 2, 4, 2):
-            call(torch.ones(rows, 8))
-    notes = [note for part in report.partitions for note in part.recordings]
-    assert {note.cause for note in notes} == {"first", "shape", "anew"}
-    assert "the memory layout changed, for a larger call or for gradients that are kept" in {
-        note.detail for note in notes
-    }
-
-
 # ---- calls that explain makes
 
 

@@ -8,9 +8,7 @@ import torch
 from torch import nn
 
 import cgpass
-from cgpass.report.model import GraphReport, PartitionReport
-from cgpass.report.report import Report, html
-from tests.unit.test_capturability import BLAMED, PROVOKED, written_at
+from cgpass.report.report import html
 
 X = torch.linspace(-1, 1, 64).view(8, 8)
 
@@ -190,19 +188,6 @@ def test_cause_line_and_remedy_are_found_in_the_text(name):
     assert re.findall(r"(\d+)\. (?:test_planted|\w+ of)", costs[: numbers[0]])  # one of the list
     assert words(cause.partition(" [")[0]).replace("'", "&#39;") in words(html(report))
     assert max(map(len, str(report).splitlines())) <= 100
-
-
-def test_a_cpu_tensor_is_named():
-    """On fake devices: without CUDA no graph has tensors of two devices."""
-    (reason,) = PROVOKED["cpu_tensor"]()
-    part = PartitionReport(name="eager_1", captured=False, num_ops=1, reasons=(reason,), calls=3)
-    graph = GraphReport(direction="forward", partitions=(part,), num_ops=1, calls=4)
-    text = words(str(Report(graphs=(graph,))))
-    op, line = BLAMED["cpu_tensor"]
-    assert (
-        f"{written_at(line)} {op}: {reason.detail} [cpu_tensor] Do: create the tensor on the device"
-        in text
-    )
 
 
 def test_a_call_on_the_cpu_says_so():

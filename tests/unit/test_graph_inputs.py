@@ -3,7 +3,7 @@
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cgpass.compile.facts.input_info import InputInfo, InputKind
+from cgpass.compile.facts.input_info import InputKind
 from cgpass.compile.facts.inputs import input_infos, seed_positions, value_kinds
 from tests.graphs import FakeCudaGenerator, dynamic, fake_cuda_graph, node_named
 
@@ -55,17 +55,6 @@ def test_sizes_that_no_integer_tells():
     assert resized() == [False, True, False, False]
     node_named(gm, "n_1").meta["val"] = sizes[1]
     assert resized() == [False, False, False, False]
-
-
-def test_line_is_the_first_users():
-    gm = fake_cuda_graph(lambda x, y: x.sin().cos(), (3,), (3,))
-    trace = '  File "/home/me/model.py", line 41, in forward\n    y = x.sin()\n'
-    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default):
-        node.meta["stack_trace"] = trace
-    assert input_infos(gm) == (
-        InputInfo("x_1", InputKind.COPIED, "model.py:41 in forward: y = x.sin()"),
-        InputInfo("y_1", InputKind.COPIED),
-    )
 
 
 def test_inputs_read_by_storage_are_found_through_views():

@@ -25,27 +25,6 @@ def test_the_first_recording_and_one_for_another_shape():
     assert first.record_ms > 0 < first.warm_up_ms
 
 
-def test_a_parameter_that_moved_is_named_with_its_line():
-    run, x, w = runner(lambda x, w: [x * w], COPIED, STATIC), torch.ones(2), torch.ones(2)
-    kept = [w.data]
-    for moves in (False, False, True, False, True):
-        if moves:
-            w.data = torch.ones(2)
-            kept.append(w.data)
-        call(run, x, w)
-    told = "moved: x1 (float32[2], read at model.py:1 in forward: code)"
-    assert [(note.cause, note.detail) for note in list(run.notes)[1:]] == [("moved", told)] * 2
-    assert run.notes[-1].copied_bytes == 16
-
-
-def test_other_tensors_in_the_parameters_places_have_not_moved():
-    run = runner(lambda x, w: [x * w], COPIED, STATIC)
-    one, two = torch.ones(2), torch.ones(2)
-    for w in (one, two, one, two):
-        call(run, torch.ones(2), w)
-    assert causes(run) == ["first", "other tensors"]
-
-
 def test_values_of_other_partitions_that_lie_elsewhere():
     owner = Owner(SimulatedDriver())
     first = runner(lambda x, n: [x * n], COPIED, SYMINT, owner=owner)

@@ -9,9 +9,6 @@ import cgpass
 from cgpass import telemetry
 from cgpass.compile import formulas
 
-# Inductor's own, as it is loaded
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
-
 
 def segments(offs):
     ends = offs.tolist()

@@ -97,26 +97,6 @@ def test_attributes_are_in_every_submodule_that_uses_them():
     assert torch.equal(outlined(torch.ones(3)), gm(torch.ones(3)))
 
 
-def dynamic_sizes(x, w):
-    rows = x.shape[0]
-    flat = x.view(rows * 4) * rows
-    i = torch.nonzero(flat)
-    y = torch.ones(rows * 2) + w
-    return flat + 1, i.float() * 3, y.sum() * (rows * 2), rows * 2
-
-
-def test_symbols_reach_submodules():
-    gm = on_cpu(dynamic_sizes, torch.ones(6, 4), torch.ones(12), mode="symbolic")
-    outlined = cut(gm, CPU)
-    assert inputs(outlined.captured_0) == ["sym_size_int", "x_1", "w_1"]
-    assert inputs(outlined.eager_1) == ["sym_size_int", "mul_1"]
-    assert not list(outlined.children())[2:]
-    x, w = torch.randn(5, 4), torch.randn(10)
-    expected, found = gm(x, w), outlined(x, w)
-    assert all(torch.equal(a, b) for a, b in zip(expected[:3], found[:3], strict=True))
-    assert found[3] == expected[3] == 10
-
-
 def test_what_an_operator_wrote_is_known_by_the_input():
     outlined = cut(fake_cuda_graph(lambda x: torch.nonzero(x.add_(1)), (4,)))
     assert inputs(outlined.captured_0) == inputs(outlined.eager_1) == ["x_1"]

@@ -57,18 +57,6 @@ def test_what_lies_where_it_lay_is_read_in_place():
         assert (found.places, found.new, found.copied, found.code) == (places(v, w), (), (), None)
 
 
-def test_a_tensor_that_moved_is_copied_once_and_known_at_both_places():
-    part, (v, w) = Partition(COPIED, STATIC, STATIC), (Parameter(X.clone()) for _ in range(2))
-    part(X, v, w)
-    kept, w.data = w.data, X.clone()
-    found = part(X, v, w)
-    assert (found.places, found.new, found.copied) == (places(v, 0), (2,), (2,))
-    assert found.code is None
-    assert part(X, v, w).places == places(v, w)
-    w.data = kept
-    assert part(X, v, w).new == ()
-
-
 def test_what_replaced_a_tensor_that_is_gone_in_its_very_place_is_copied():
     part, memory = Partition(COPIED, STATIC), np.ones(2, np.float32)
     for expected in (None, (1,), (1,)):

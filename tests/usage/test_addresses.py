@@ -13,7 +13,6 @@ from cgpass.errors import StaticInputMovedError
 from tests.usage import programs
 from tests.usage.programs import (
     MLP,
-    ConvNet,
     Tied,
     Ways,
     assert_steady,
@@ -46,32 +45,12 @@ def assigned_states(session):
     return values
 
 
-def replaced_data(session):
-    """`p.data` is replaced by memory that stays alive: the same parameters at other addresses."""
-    module, call = session.compiled(MLP)
-    kept, values = [], []
-    for number, batch in enumerate(session.batches(4, 8, count=9)):
-        if number % 3 == 2:
-            for parameter in module.parameters():
-                kept.append(parameter.data)
-                parameter.data = parameter.data * 0.5
-        values += step(module, call, batch)
-    return values
-
-
 def test_a_known_set_of_parameters_replays_at_once(setting):
     counters = setting.compare(assigned_states)
     assert counters["recordings"] == 4, counters
     assert counters["rerecordings"] == 0, counters
     assert counters["plain_calls"] == 0, counters
     assert counters["replays"] == counters["calls"] - counters["warmups"], counters
-
-
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
-def test_replaced_data_is_recorded_again(setting, compiler):
-    counters = setting.compare(replaced_data, compiler=compiler)
-    # a move costs a call without a graph and a recording, and the recording that copies is made once
-    assert_steady(counters, captured=2, recordings=8, rerecordings=6, warmups=7)
 
 
 def moved_in_every_call(session):
@@ -196,21 +175,10 @@ def weights_untied_and_tied_again(session, module):
         module.head.weight = module.embedding.weight
 
 
-def buffers_replaced(session, module):
-    for layer in module.body:
-        if isinstance(layer, nn.BatchNorm2d):
-            old, layer.running_mean = layer.running_mean, layer.running_mean * 0.5
-            poison(old)
-            layer.register_buffer("running_var", layer.running_var.clone() + 1)
-
-
 ways.add(
     {
         "weights untied and tied again": changed_in_training(
             weights_untied_and_tied_again, Tied, programs.tokens(16, 2, 5)
-        ),
-        "buffers replaced": changed_in_training(
-            buffers_replaced, ConvNet, programs.rows(2, 3, 8, 8)
         ),
     },
     replays="some",

@@ -20,7 +20,7 @@ from tests.usage.test_holding import (
     held_outputs,
     interleaved,
 )
-from tests.usage.test_inputs import mutated_input, two_inputs
+from tests.usage.test_inputs import mutated_input
 from tests.usage.test_randomness import dropout_training
 
 SIMULATED = Setting(torch.device("cpu"), "simulated")
@@ -165,7 +165,7 @@ def gradients_kept_over_the_next_forward(session):
 WRONG = "values not as in eager"
 
 BROKEN = [
-    (no_input_copy, two_inputs),
+    (no_input_copy, interleaved),
     (no_rescue, held_outputs),
     (no_address_check, assigned_states),
     (stale_saved_tensor, interleaved),

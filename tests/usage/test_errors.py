@@ -106,26 +106,6 @@ def test_the_users_error_comes_through_unchanged(setting, caplog, where):
     assert warned(caplog) == []
 
 
-def test_an_error_that_comes_once_while_recording_is_the_users_too(setting):
-    def program(session):
-        _, call = session.compiled(Model)
-        error, values = UsersError("mine"), []
-        for number, x in enumerate(session.batches(4, 8)):
-            if number == 1:
-                ONCE.append(error)
-                with pytest.raises(UsersError, match=r"^mine$") as raised:
-                    call(x)
-                assert raised.value is error
-            else:
-                values.append(call(x).detach().clone())
-        return values
-
-    with torch.no_grad():
-        before = cgpass.counters()
-        setting.run(program)
-    assert cgpass.counters()["replays"] - before["replays"] == 6
-
-
 def out_of_memory(times, *, reset_before=None):
     """A program whose second call finds no memory to record, so many times."""
 

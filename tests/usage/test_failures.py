@@ -162,19 +162,6 @@ def test_a_failed_capture_leaves_inputs_and_random_numbers_alone(setting):
     assert counters["replays"] > 0
 
 
-def test_two_operators_that_only_a_capture_shows(setting, caplog):
-    """One trial finds the first, another one the second."""
-    with caplog.at_level(logging.WARNING, "cgpass"):
-        counters = setting.compare(inference(fails, fails_oddly, steps=8))
-    assert (counters["partitions_captured"], counters["partitions_eager"]) == (3, 2)
-    assert counters["recordings"] == 1 + 3  # one before the second was found
-    assert counters["replays"] >= 3 * 3
-    first, second = warned(caplog)
-    assert "failures.fails.default" in first
-    assert second.startswith("inference captured_2 of ")
-    assert "failures.fails_oddly.default" in second
-
-
 def test_raise_names_operator_and_line(setting):
     def program(session):
         _, call = session.compiled(lambda: Around(fails))
@@ -194,24 +181,6 @@ def test_silent_says_nothing(setting, caplog):
     with caplog.at_level(logging.WARNING, "cgpass"):
         setting.compare(inference(fails), on_skip="silent")
     assert warned(caplog) == []
-
-
-def test_a_partition_that_is_nothing_but_guilty_runs_plainly(setting, caplog):
-    class Small(nn.Module):
-        def forward(self, x):
-            return fails(fails(x) + 1) * 2
-
-    def program(session):
-        _, call = session.compiled(Small)
-        with torch.no_grad():
-            return [call(x).clone() for x in session.batches(4, 8, count=5)]
-
-    with caplog.at_level(logging.WARNING, "cgpass"):
-        counters = setting.compare(program)
-    assert (counters["recordings"], counters["plain_calls"]) == (0, 1)
-    (message,) = warned(caplog)
-    assert "can't be captured as a whole" in message
-    assert "failures.fails.default at test_failures.py:" in message
 
 
 def stance():

@@ -184,20 +184,6 @@ def test_gradient_accumulation(setting, set_to_none):
     assert all(a <= b for a, b in zip(cycles, most, strict=True)), cycles
 
 
-@ways(counts=steady(1))
-def outputs_that_share_memory_share_it_for_the_user(session):
-    def fn(x):
-        y = x * 2 + 1
-        y = y.sin().cos()
-        return y, y.view(-1), y[1:]
-
-    call = session.compile(fn)
-    for batch in session.batches(4, 8):
-        whole, flat, part = call(batch)
-        whole.add_(1)
-        yield [whole, flat, part]
-
-
 # ---- what is returned, kept, handed on and edited, and the storages under it
 
 

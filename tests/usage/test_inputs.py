@@ -41,38 +41,12 @@ def product(a, b):
     return (a.sin() * 2 - b.cos()) * (a + b)
 
 
-def two_inputs(session):
-    """Two inputs of one shape and other values."""
-    call = session.compile(product)
-    return [call(session.randn(4, 8), session.randn(4, 8)) for _ in range(6)]
-
-
-ways(counts=steady(1))(two_inputs)
-
-
 @ways(counts=steady(2))
 def the_same_tensor_twice_and_two_tensors_alternate(session):
     call = session.compile(product)
     for number in range(8):
         a = session.randn(4, 8)
         yield [call(a, a if number % 2 else session.randn(4, 8))]
-
-
-@ways(replays="some")
-def a_mutated_view_changes_its_base(session):
-    def fn(base, part):
-        part.mul_(2).add_(1)
-        return (base.sin() + 1).cos()
-
-    call = session.compile(fn)
-    for base in session.batches(4, 8, count=6):
-        yield [call(base, base[1:3]), base]
-
-
-@ways(counts=steady(1, recordings=2, warmups=2))
-def integers_that_change_are_part_of_the_signature(session):
-    call = session.compile(lambda x, n: ((x * n).sin() + n).cos() * 2, dynamic=True)
-    return [call(session.randn(4, 8), n) for n in (3, 5, 3, 5, 3, 5)]
 
 
 @ways(replays="none")
@@ -180,6 +154,7 @@ ways.add(
             lambda s: (s.randn(1, 8).expand(4, 8),),
             lambda s: (s.randn(8, 16)[::2, ::2],),
             lambda s: (s.randn(5, 8)[1:],),
+            lambda s: (s.randn(11).unfold(0, 8, 1),),
             count=20,
         )
     },

@@ -9,17 +9,6 @@ from tests.unit.runners import counts
 from tests.usage.programs import ATEN, Ways
 
 
-def test_a_write_to_an_inference_tensor_is_seen(setting):
-    call = setting.session().wrap(lambda x, y: x.add_(y) * 2)
-    with torch.inference_mode():
-        x, y = setting.session().tensor([0.0, 1.0]), setting.session().tensor([1.0, 1.0])
-        assert x.is_inference()
-        for value in range(6):
-            assert call(x, y).tolist() == [2.0 * value + 2, 2.0 * value + 4]
-            assert x.tolist() == [value + 1, value + 2]
-    assert counts(call) == (1, 1, 5, 0)
-
-
 def test_a_static_inference_tensor_is_written_in_place(setting):
     session = setting.session()
     call = session.wrap(lambda x, cache: cache.add_(x) + 1, static_input_indices=[1])
@@ -204,17 +193,6 @@ def test_autograd_knows_of_every_write_to_an_input(setting, static):
     assert call.stats.replays >= 3
 
 
-def test_a_result_without_elements_is_new_in_every_call(setting):
-    session = setting.session()
-    empty = session.randn(0)
-    call = session.wrap(lambda x: (torch.cat([empty, x[:0]]), x + 1))
-    for _ in range(4):
-        out, _ = call(session.randn(4))
-        assert out.numel() == 0
-        out.resize_(3)
-    assert call.stats.replays == 3
-
-
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_tensor_of_the_closure_that_is_returned_outlives_its_replacement(setting, reads):
     session = setting.session()
@@ -239,25 +217,6 @@ def test_a_tensor_of_the_closure_that_is_returned_outlives_its_replacement(setti
     assert out.tolist() == [4.0 if reads else 2.0] * 4
     assert address not in [t.data_ptr() for t in others]
     assert call.stats.replays > 2
-
-
-def test_a_tensor_of_the_closure_that_is_read_lives_as_long_as_the_recording(setting):
-    session = setting.session()
-    state = {"weight": session.tensor([3.0] * 1024)}
-
-    def fn(x):
-        return x * state["weight"]
-
-    call = session.wrap(fn)
-    for _ in range(3):
-        call(session.tensor([1.0] * 1024))
-    address = state["weight"].data_ptr()
-    state["weight"] = None
-    others = [session.tensor([-9.0] * 1024) for _ in range(16)]
-    assert address not in [t.data_ptr() for t in others]
-    assert call(session.tensor([2.0] * 1024)).tolist() == [6.0] * 1024
-    (recording,) = call._runner.table.all()
-    assert list(recording.outside) == [address]
 
 
 # ---- modes of torch's: what they decide is in the graph, or asks for another one
