@@ -112,23 +112,26 @@ def test_what_does_not_fit_runs_without_a_graph_and_says_so(model, caplog):
     call = torch.compile(module, backend=cgpass.cgpass, options=options)
     batch = torch.randint(-2, 3, shape, device=DEVICE).float()
     with torch.no_grad(), caplog.at_level(logging.WARNING, "cgpass"):
-        for (
-            p
-        ) in module.parameters():  # exact in any kernel: cuDNN takes others where memory is short
-            p.copy_((20 * p).round().clamp(-2, 2))
+        for p in module.parameters():
+            p.copy_((20 * p).round().clamp(-2, 2))  # exact in any kernel: cuDNN looks for memory
         expected = module(batch).clone()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         assert torch.equal(module(batch), expected)
         needed = torch.cuda.max_memory_allocated() - before
-        others = [batch.clone() for _ in range(4)]  # each elsewhere: a graph would need a copy
-        # Enough for a call, and not for a graph's memory beside its copy of the input.
-        room = torch.empty(needed + batch.nbytes // 4, dtype=torch.uint8, device=DEVICE)
-        torch.cuda.empty_cache()
-        with spared(0), counted() as counters:
-            del room
-            for other in others:
-                assert call(other).equal(expected)
+        others = [batch.clone() for _ in range(4)]  # each elsewhere: a graph needs a copy
+        # Less and less room, until it is enough for a call, and not for a graph beside its copy of the input.
+        for spare in range(batch.nbytes, -batch.nbytes, -batch.nbytes // 8):
+            cgpass.reset()
+            caplog.clear()
+            room = torch.empty(needed + spare, dtype=torch.uint8, device=DEVICE)
+            torch.cuda.empty_cache()
+            with spared(0), counted() as counters:
+                del room
+                for other in others:
+                    assert call(other).equal(expected)
+            if not counters["recordings"]:
+                break
         assert counters["recordings"] == 0
         assert counters["plain_calls"] + counters["warmups"] == 4
         assert (

@@ -5,6 +5,7 @@ its steps; in the second half no call runs without a graph and nothing is record
 """
 
 import contextlib
+import copy
 import itertools
 import logging
 import random
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import cgpass
@@ -150,9 +152,9 @@ settles.add(
 )
 
 
-def trained(sizes):
+def trained(make, sizes):
     def program(session):
-        module, call = session.compiled(MLP)
+        module, call = session.compiled(make)
         optimizer = sgd(module)
         for size in sizes:
             loss = call(session.randn(*size)).square().mean()
@@ -161,12 +163,44 @@ def trained(sizes):
     return program
 
 
+class Checkpointed(nn.Module):
+    """Recomputes its blocks in the backward, their dropout among it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(8, dropout=0.2) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
 settles.add(
     {
-        "two_batch_sizes": trained([(4, 8), (8, 8)] * 30),
-        "growing_sizes": trained([(2 + min(number // 4, 6), 8) for number in range(60)]),
+        "checkpoint_inside": trained(Checkpointed, itertools.repeat((2, 3, 8))),
+        "two_batch_sizes": trained(MLP, [(4, 8), (8, 8)] * 30),
+        "growing_sizes": trained(MLP, [(2 + min(number // 4, 6), 8) for number in range(60)]),
     }
 )
+
+
+# ---- several models
+
+
+@settles()
+def teacher_and_student(session):
+    student, call = session.compiled(MLP)
+    teacher = copy.deepcopy(student).requires_grad_(False)
+    teach, optimizer = session.compile(teacher), sgd(student)
+    while True:
+        batch = session.randn(4, 8)
+        with torch.no_grad():
+            target = teach(batch)
+        values = learn(student, F.mse_loss(call(batch), target + 1), optimizer)
+        with torch.no_grad():
+            torch._foreach_lerp_([*teacher.parameters()], [*student.parameters()], 0.1)
+        yield [*values, *state(teacher)]
 
 
 # ---- weights that change
@@ -187,9 +221,9 @@ def state_loaded_by_assignment(session):
         yield learn(module, call(session.randn(4, 8)).square().mean(), sgd(module))
 
 
-def changed_before_each_step(change):
+def changed_before_each_step(change, make=MLP):
     def program(session):
-        module, call = session.compiled(MLP)
+        module, call = session.compiled(make)
         while True:
             change(module)
             yield learn(module, call(session.randn(4, 8)).square().mean())
@@ -212,10 +246,30 @@ def views_of_one_new_tensor(module):
         parameter.data = data.view_as(parameter)
 
 
+class TwoBuffers(nn.Module):
+    """Reads one buffer and writes another."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("old", torch.zeros(8))
+        self.register_buffer("new", torch.ones(8))
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x) + self.old)
+        self.new.copy_(y.detach().mean(0))
+        return y * self.new
+
+
+def buffers_change_places(module):
+    module.old, module.new = module.new, module.old
+
+
 settles.add(
     {
         "new_data": changed_before_each_step(new_data),
         "views_of_one_new_tensor": changed_before_each_step(views_of_one_new_tensor),
+        "buffers_change_places": changed_before_each_step(buffers_change_places, TwoBuffers),
     }
 )
 
@@ -292,6 +346,20 @@ def results_passed_back_with_their_graph(session):
 # ---- steps of training
 
 
+@settles()
+def evaluation_in_between(session):
+    module, call = session.compiled(lambda: nn.Sequential(MLP(), nn.Dropout(0.2), MLP()))
+    optimizer = sgd(module)
+    for number in itertools.count():
+        values = learn(module, call(session.randn(4, 8)).square().mean(), optimizer)
+        if number % 5 == 4:
+            module.eval()
+            with torch.no_grad():
+                values += [call(session.randn(6, 8)) for _ in range(3)]
+            module.train()
+        yield values
+
+
 def checkpoint_around(*, use_reentrant):
     def program(session):
         module, call = session.compiled(lambda: Block(8, dropout=0.2))
@@ -305,10 +373,26 @@ def checkpoint_around(*, use_reentrant):
     return program
 
 
+def zeroed_between(*, set_to_none):
+    def program(session):
+        module, call = session.compiled(MLP)
+        optimizer = sgd(module)
+        while True:
+            loss = call(session.randn(4, 8)).square().mean()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss.backward()
+            yield [loss, *gradients(module)]
+            optimizer.step()
+
+    return program
+
+
 settles.add(
     {
         "checkpoint_around": checkpoint_around(use_reentrant=False),
         "reentrant_checkpoint_around": checkpoint_around(use_reentrant=True),
+        "zeroed_between": zeroed_between(set_to_none=True),
+        "zeroed_between_in_place": zeroed_between(set_to_none=False),
     }
 )
 
@@ -568,6 +652,24 @@ def test_a_buffer_that_is_made_anew_is_copied_wherever_it_comes_to_lie(setting):
     counters = setting.compare(program)
     assert not any(total[name] for total in totals[8:] for name in NEVER), totals
     assert counters["recordings"] <= 2, counters
+
+
+def test_data_swapped_in_every_step_among_recycled_addresses_is_copied(setting):
+    totals = []
+
+    def program(session):
+        module, call = session.compiled(lambda: nn.Linear(8, 8))
+        memories, values, order = session.batches(8, 8), [], random.Random(0)
+        for _ in range(200):
+            before = counts()
+            module.weight.data = made_anew(order.choice(memories))
+            values += learn(module, call(session.randn(4, 8)).square().mean(), sgd(module))
+            totals.append(grown(before))
+        return [value.clone() for value in values + memories]
+
+    counters = setting.compare(program)
+    assert not any(total[name] for total in totals[8:] for name in NEVER), totals
+    assert counters["recordings"] <= 4, counters
 
 
 def test_a_thousand_results_that_are_passed_back_are_replays(way):

@@ -118,8 +118,10 @@ def rate(training):
 
 
 def rate_of_another_type(training):
-    """Where the one before lies."""
-    number("lr", training.rates.view(torch.float64)[0].fill_(0.05))(training)
+    """Where the one before lies. CUDA's fused kernels take no double."""
+    rates = training.rates
+    other = rates if rates.is_cuda else rates.view(torch.float64)
+    number("lr", other[0].fill_(0.05))(training)
 
 
 def states(training):

@@ -445,6 +445,16 @@ def test_it_replays(way):
     assert counters["plain_calls"] == 0
 
 
+def test_recordings_go_with_what_they_read(way):
+    training = Training(way.session())
+    for number, batch in enumerate(training.session.batches(4, 8, count=20)):
+        if number % 5 == 3:
+            training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+        training.step(batch)
+    (whole,) = training.step._variants.values()
+    assert len(whole._runner.table.all()) == 1
+
+
 def test_numbers_are_those_of_a_loop_written_by_hand(way):
     def by_hand(session):
         module, call = session.compiled(MLP)
@@ -510,6 +520,14 @@ def two_optimizers(session):
     return values + programs.state(module)
 
 
+def under_autocast(session):
+    training = Training(session, max_norm=0.1)
+    for number, batch in enumerate(session.batches(4, 8, count=STEPS)):
+        with torch.autocast(session.device.type, torch.bfloat16, enabled=number % 4 == 3):
+            training.run(batch)
+    return training.found()
+
+
 def two_steps(session):
     """Of one module and one optimizer."""
     training = Training(session)
@@ -547,6 +565,21 @@ def sizes(session):
     for rows in (4, 6, 4, 8, 6, 4, 8, 8, 6, 4):
         training.run(session.randn(rows, 8))
     return training.found()
+
+
+def resumed(session):
+    """Saved in the middle, and gone on with in new objects."""
+    first = Training(session, make=lambda: nn.Sequential(MLP(), nn.Dropout(0.5)))
+    batches = session.batches(4, 8, count=STEPS)
+    for batch in batches[:5]:
+        first.run(batch)
+    state = copy.deepcopy((first.module.state_dict(), first.optimizer.state_dict()))
+    second = Training(session, make=lambda: nn.Sequential(MLP(), nn.Dropout(0.5)))
+    second.module.load_state_dict(state[0])
+    second.optimizer.load_state_dict(state[1])
+    for batch in batches[5:]:
+        second.run(batch)
+    return [*first.found(), *second.found()]
 
 
 def copied(session):
@@ -823,7 +856,45 @@ def test_one_step_called_by_several_threads(way, make):
     compared(way, program)
 
 
-PROGRAMS = (two_optimizers, two_steps, arguments, sizes, copied, interrupted, raising)
+def adversaries(session):
+    """Each step freezes the other's module, which its loss goes through."""
+    made, judge = session.module(MLP), session.module(MLP)
+    optimizers = [fused(torch.optim.AdamW)(m.parameters()) for m in (made, judge)]
+    judging = cgpass.train_step(
+        lambda x: (judge(x) - 1).square().mean() + judge(made(x).detach()).square().mean(),
+        optimizers[1],
+        options=session.options,
+    )
+    making = cgpass.train_step(
+        lambda x: (judge(made(x)) - 1).square().mean(), optimizers[0], options=session.options
+    )
+    values = []
+    for batch in session.batches(4, 8, count=STEPS):
+        values.append(judging(batch))
+        judge.requires_grad_(False)
+        values.append(making(batch))
+        judge.requires_grad_(True)
+    if session.options["driver"] != "none":
+        assert judging.whole_calls == making.whole_calls == STEPS - 1
+    return values + programs.state(made) + programs.state(judge)
+
+
+def fed_back(session):
+    """What a step returned is an input of the next."""
+    training = Training(
+        session, loss_fn=lambda m: lambda x, h: (m(x + h).square().mean(), m(x + h))
+    )
+    hidden = session.randn(4, 8)
+    for batch in session.batches(4, 8, count=STEPS):
+        loss, hidden = training.step(batch, hidden)
+        training.values += [loss, hidden]
+    return training.found()
+
+
+PROGRAMS = (
+    *(two_optimizers, under_autocast, two_steps, arguments, sizes, resumed, interrupted, raising),
+    *(copied, adversaries, fed_back),
+)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
