@@ -123,6 +123,20 @@ def test_figures_in_the_first_lines_are_those_that_were_measured():
         assert any(f"{int(us) / 1e3:.1f}" == ms for us in re.findall(r"\b\d{4,5}\b", measured))
 
 
+def test_the_readme_quotes_whole_steps():
+    found = json.loads((DOCS / "results" / "step-h100-torch2.11.json").read_text())
+    steps = {
+        (each["model"], arm): f"{entry['step_ms']['median']:.2f} ms"
+        for each in found["results"]
+        for arm, entry in each["arms"].items()
+    }
+    first, meta = " ".join(README.partition("## ")[0].split()), found["meta"]
+    assert f"commit {meta['commit']}, {meta['time'].split()[0]}" in first
+    for model, arm in (("gpt2", "cgpass"), ("actor_critic", "cgpass-step")):
+        ours, theirs = steps[model, arm], steps[model, "reduce-overhead"]
+        assert re.search(f"takes {ours}[a-z ]*, and {theirs} in reduce-overhead", first)
+
+
 @pytest.mark.parametrize("part", ["tests", "dist"])
 def test_promises_say_when_they_were_last_proven_on_gpus(part):
     found = json.loads((DOCS / "results" / f"{part}-h200-torch2.11.json").read_text())
