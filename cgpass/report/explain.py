@@ -110,6 +110,8 @@ def explain(
         stack.enter_context(set_defaults(**options or {}))
         stack.enter_context(torch.random.fork_rng([*devices]))
         stack.enter_context(_restored([*modules.values()], tensors, optimizers))
+        for step in [value for value in values if isinstance(value, TrainStep)]:
+            stack.callback(setattr, step, "_due", step._due)
         # Dynamo would find what a disabled function wraps
         as_it_is = is_compiled or torch_private.is_disabled(fn)
         run = fn if as_it_is else stack.enter_context(_compiled(fn, dict(options or {})))

@@ -361,6 +361,17 @@ def test_what_a_training_step_changes_is_put_back():
     assert scaler.get_scale() == 4.0
 
 
+def test_a_step_that_accumulates_goes_on_where_it_was():
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = cgpass.train_step(lambda x: model(x).square().mean(), optimizer, accumulate=2)
+    for is_first in (True, False):
+        cgpass.explain(step, X)
+        before = model.first.weight.clone()
+        step(X)
+        assert torch.equal(model.first.weight, before) is is_first
+
+
 def test_all_is_put_back_when_the_function_raises():
     model = Model()
     before = model.first.weight.clone()
