@@ -209,33 +209,36 @@ class _Clock(contextlib.ExitStack):
         """Time what runs a graph, which may be new."""
         self._end_period(self._period, None)
         for each in live([run]):
-            if each.owner is not None and each.owner.driver.device.type == "cuda":
-                each.wrap(functools.partial(self._wrapped, number), self)
+            device = None if each.owner is None else each.owner.driver.device
+            if device is not None and device.type == "cuda":
+                each.wrap(functools.partial(self._wrapped, number, device), self)
 
-    def _wrapped(self, number: int, step: Step, run: Run) -> Run:
+    def _wrapped(self, number: int, device: torch.device, step: Step, run: Run) -> Run:
         stats = step.run.stats if isinstance(step.run, PartitionRunner) else CallStats()
-        key = number, step.name
+        key, event = (number, step.name), functools.partial(_event, device)
 
         def timed(values: list[Any]) -> Any:
             if self._skips > 0:
                 self._skips -= 1
                 return run(values)
-            return self._run(key, stats, run, values)
+            return self._run(key, event, stats, run, values)
 
         return timed
 
-    def _run(self, key: Key, stats: CallStats, run: Run, values: list[Any]) -> Any:
+    def _run(
+        self, key: Key, event: Callable[[], Any], stats: CallStats, run: Run, values: list[Any]
+    ) -> Any:
         period = self._period
         is_first = not period
         if torch.cuda.is_current_stream_capturing() or (is_first and not stats.replays):
             return run(values)
-        begin = _event()
+        begin = event()
         if not is_first and key == period[0][0]:
             self._end_period(period, begin)
             return run(values)
         settled = stats.warmups, stats.recordings
         result = run(values)
-        period.append((key, begin, _event(), result[1] is not None))
+        period.append((key, begin, event(), result[1] is not None))
         if settled != (stats.warmups, stats.recordings) or len(period) >= _LONGEST:
             self._end_period(period, None)
         return result
@@ -270,9 +273,10 @@ class _Clock(contextlib.ExitStack):
         self.parts = {key: statistics.fmean(each) for key, each in times.items()}
 
 
-def _event() -> Any:
+def _event(device: torch.device) -> Any:
+    """Record an event where graphs of the device replay, which need not be the current device."""
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
 
 

@@ -10,6 +10,7 @@ from cgpass.report.watch import _Clock
 from cgpass.runtime.partition import PartitionRunner
 from cgpass.telemetry import CallStats
 
+SECOND = torch.device("cuda", 1)
 MS = {"forward": 3.0, "eager": 1.0, "backward": 4.0}
 
 
@@ -19,7 +20,8 @@ class Device:
     def __init__(self):
         self.now, self.events = 0.0, 0
 
-    def event(self):
+    def event(self, device):
+        assert device == SECOND
         self.events += 1
         at = self.now
         made = SimpleNamespace(at=at, synchronize=lambda: None)
@@ -40,7 +42,7 @@ class Loop:
 
     def __init__(self, device, clock):
         self.device, self.stats, self.calls = device, CallStats(replays=1), 0
-        self.runs = [clock._wrapped(0, self.step(name), self.run(name)) for name in MS]
+        self.runs = [clock._wrapped(0, SECOND, self.step(name), self.run(name)) for name in MS]
 
     def step(self, name):
         runner = PartitionRunner.__new__(PartitionRunner)
@@ -60,6 +62,15 @@ class Loop:
             for run in self.runs:
                 run([])
             self.device.now += 2.0 * (self.calls % 4 == 0)
+
+
+def test_an_event_is_recorded_on_the_device_of_the_graph(monkeypatch):
+    found = []
+    event = SimpleNamespace(record=lambda stream=None: found.append(stream))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
+    watch._event(SECOND)
+    assert found == [SECOND]
 
 
 def test_a_sample_of_calls_tells_the_share_inside_of_graphs(device):
@@ -93,7 +104,7 @@ def test_what_warms_up_or_is_recorded_is_no_sample(device):
         device.now += 1000
         return values, None
 
-    loop.runs[2:] = [clock._wrapped(1, loop.step("new"), warms_up)]
+    loop.runs[2:] = [clock._wrapped(1, SECOND, loop.step("new"), warms_up)]
     loop(5)
     clock.stop()
     assert clock.whole == 0
@@ -110,7 +121,7 @@ def test_what_is_compiled_in_a_period_ends_it(device):
         device.now += 1000
         return values, "a recording"
 
-    loop.runs[2] = clock._wrapped(0, loop.step("backward"), compiles)
+    loop.runs[2] = clock._wrapped(0, SECOND, loop.step("backward"), compiles)
     loop(20)
     clock.stop()
     assert clock.whole == 0
@@ -120,7 +131,7 @@ def test_what_is_compiled_in_a_period_ends_it(device):
 def test_a_period_that_does_not_end_is_given_up(device):
     clock = _Clock()
     loop = Loop(device, clock)
-    clock._wrapped(1, loop.step("forward"), loop.run("forward"))([])  # called once
+    clock._wrapped(1, SECOND, loop.step("forward"), loop.run("forward"))([])  # called once
     loop(5000)
     clock.stop()
     assert device.events < 5000
