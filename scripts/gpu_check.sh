@@ -90,8 +90,8 @@ run_part() {
     overhead)
       run_bench --modes inference train --models stack1 stack10 stack100 --arms eager default reduce-overhead cgpass \
         --steps 20 --rounds 10 "$@" ;;
-    step)
-      run_bench --models stack10 stack100 vit_small gpt2 --arms default reduce-overhead cgpass cgpass-step limit-step "$@" ;;
+    step) run_bench --models mlp3 mlp50 actor_critic gpt2 vit_small resnet50 --rounds 3 \
+        --arms reduce-overhead cgpass cgpass-step limit-step "$@" ;;
     graphed) run_bench --models layer --arms eager graphed torch-graphed --steps 50 --rounds 20 "$@" ;;
     recompute)
       run_bench --models attentions blocks blocks_torch blocks_cgpass \

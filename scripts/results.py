@@ -83,7 +83,10 @@ def merged(one: Data, other: Data) -> Data:
     if one["meta"]["commit"] != other["meta"]["commit"] or machine(one) != machine(other):
         raise SystemExit("results of one part are of different commits or machines")
     places = {(each["mode"], each["model"]): each for each in one["results"] + other["results"]}
-    return one | {"results": list(places.values())}
+    left = [*one.get("left_out", ()), *other.get("left_out", ())]
+    left = [each for each in left if tuple(reversed(each.split(", "))) not in places]
+    meta = one["meta"] | {"command": "; ".join(each["meta"]["command"] for each in (one, other))}
+    return one | {"meta": meta, "results": list(places.values()), "left_out": left}
 
 
 def take(folders: Iterable[Path], directory: Path) -> list[Path]:
@@ -211,7 +214,7 @@ def counters_table() -> str:
 
 def depths() -> str:
     """Return the plots of step time over width and depth, of all machines on which a grid was measured."""
-    said = "Step time over the number of layers, for three widths, with logarithmic axes"
+    said = "Step time over the number of layers, for each width, with logarithmic axes"
     paths = sorted(RESULTS.glob("depths-*.svg"))
     return "".join(f"![{said}](results/{path.name})\n" for path in paths)
 

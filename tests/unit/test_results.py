@@ -79,12 +79,15 @@ def test_what_is_out_of_step_or_of_no_result_is_named(places):
 def test_results_of_two_runs_are_merged_and_kept(tmp_path, places):
     other = result({"cgpass": arm(5.0, **EQUAL)})
     other["results"][0] |= {"model": "bert", "title": "BERT"}
-    for name, data in (("a", result(usual())), ("b", other)):
+    for name, data in (("a", result(usual()) | {"left_out": ["bert, train"]}), ("b", other)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "bench.json").write_text(json.dumps(data))
     (path,) = results.take([tmp_path / "a", tmp_path / "b"], places[0])
     assert path.name == "bench-h200-torch2.11.json"
     assert [each["model"] for each in json.loads(path.read_text())["results"]] == ["gpt2", "bert"]
+    assert results.merged(other, other)["meta"]["command"] == "; ".join([META["command"]] * 2)
+    less = results.merged(other, other | {"left_out": ["vit, train"]})
+    assert results.refused("bench", less) == ["bench: left out, out of time: vit, train"]
     with pytest.raises(SystemExit, match="of different commits or machines"):
         results.merged(other, other | {"meta": META | {"commit": "def"}})
 
