@@ -60,7 +60,7 @@ class Binding:
     def bind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[torch.Tensor] | None, tuple[bool, ...]]:
-        """The tensors of a call, in the order of `samples`, and its flags; None where other ones are one tensor.
+        """The tensors of a call, in the order of `samples`, and its flags; no tensors if others are one than in the sample.
 
         Raises:
             InputError: The call does not fit the sample; says where.

@@ -15,7 +15,7 @@ Note [A backward with explicit saved tensors]
     Some nodes don't tell what they saved (autograd functions in C++), and Python code may keep tensors as it likes
     (`ctx.x = x`, weight gradients that are computed later). What they keep of the arguments a warm-up finds, and then no
     other recording shares their memory (`keeps_inputs`); what they keep of the pool is found by who owns memory there
-    after a capture (`keeps_memory`). A replay would overwrite it: such a recording has a pool of its own and serves one call
+    after a capture (`Pair._keeps_memory`). A replay would overwrite it: such a recording has a pool of its own and serves one call
     at a time.
 """
 

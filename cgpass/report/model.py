@@ -96,7 +96,7 @@ class Facts:
     graphs_ms: float | None = None
     """Time on the device inside CUDA graphs, in the sample of calls that was timed."""
     device_ms: float | None = None
-    """All of the time on the device in that sample, between the calls and idle time included."""
+    """All of the time on the device in that sample, idle time and work between the calls included."""
     ms: float | None = None
     """Where they were compared: mean time of a call with CUDA graphs, until the device is done."""
     plain_ms: float | None = None

@@ -131,7 +131,7 @@ def findings(report: Facts) -> list[Reason]:
 
 
 def _found(report: Facts) -> Iterator[tuple[float, Reason]]:
-    """Each thing that costs time, and operators that ran without a graph for it; endless for what is not counted."""
+    """Each thing that costs time, and how many operators ran without a graph for it: infinite where nobody counted."""
     for reason in (*report.left_to_eager, *report.graph_breaks):
         detail = f"{'noted before this report: ' if reason.is_earlier else ''}{reason.detail}"
         where = reason.line
