@@ -12,9 +12,9 @@ take turns, block by block, while all others wait.
   step ms      a step, the device waited for before and after
   loop ms      a step of many, waited for at the end
   host ms      the host's part of a step: forward and backward until enqueued (a whole step with cgpass-step)
-  peak MiB     peak reserved memory of warm steps
-  settled      recordings and calls without a graph until nothing new was recorded, and the step of the last
-  equal        losses and weights are bitwise those of the same kernels without graphs
+  peak ... MiB reserved and allocated memory of warm steps
+  recordings + plain calls: those until nothing new was recorded, and the step of the last
+  note         "bitwise equal": losses and weights are those of the same kernels without graphs
 
 On CPU the simulated driver runs; its times say nothing but that the script works.
 """

@@ -202,7 +202,7 @@ class GraphedFunction:
             self._num_rerecords += 1
             self.stats.rerecordings += 1
             why = "tensors kept beside autograd wait for their backward"
-            why = why if held else "parameters or buffers moved, or flags are others"
+            why = why if held else "parameters or buffers moved, or flags changed"
             log.info("%s records again (%d): %s", self.name, self._num_rerecords, why)
         pair = Pair(self, owner, key[2])
         owner.driver.prepare_thread()
