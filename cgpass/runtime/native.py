@@ -122,8 +122,8 @@ def _temporary_folder(beside: Path | None = None) -> Path:
 
 
 def _prefix() -> str:
-    """Names of this machine's folders begin so: another one may share the cache, but no locks."""
-    return f"cgpass-{platform.node()}-"
+    """Names of this machine's folders begin so: another one may share the cache, but no locks. No host's name has a `=`."""
+    return f"cgpass-{platform.node()}="
 
 
 def _remove(folder: str, process: int) -> None:
@@ -294,7 +294,7 @@ class Loader:
 
     @property
     def status(self) -> str | None:
-        """True if it is in use, and if not why; None as long as nothing was to be recorded."""
+        """Say that it is in use, or why it is not; None as long as nothing was to be recorded."""
         if self._process is None:
             return None
         if fast.is_loaded:

@@ -25,7 +25,7 @@ def _writes_a_trace(handler: logging.Handler) -> bool:
 
 
 current_trace_id: Callable[[], Any] = CompileContext.current_trace_id
-"""Has what traces list the compilation that runs now under, None outside of one."""
+"""Returns the id under which traces list the compilation that runs now, None outside of one."""
 
 
 @contextlib.contextmanager

@@ -145,6 +145,18 @@ def test_a_process_that_goes_before_leaves_nothing_that_stops_the_next(copying, 
     assert [path.name for path in folder.iterdir() if path.name != ".lock"] == [native.file_name()]
 
 
+def test_folders_of_a_machine_whose_name_is_longer_are_left_alone(copying, tmp_path, monkeypatch):
+    folder = tmp_path / "cache" / "cgpass"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(native.platform, "node", lambda: "worker-1")
+    theirs = native._temporary_folder(folder)
+    monkeypatch.setattr(native.platform, "node", lambda: "worker")
+    ours = native._temporary_folder(folder)  # as of a process that was killed
+    native.build()
+    assert theirs.exists()
+    assert not ours.exists()
+
+
 PRESSED = """
 import os, signal, sys, time
 from cgpass.runtime import native

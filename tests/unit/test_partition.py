@@ -53,6 +53,16 @@ def test_a_result_that_was_moved_out_of_its_partition_is_put_back():
     assert order(gm) == names
 
 
+def test_no_order_is_taken_for_leaving_all_partitions_too_small():
+    def fn(x, y):
+        x = x.relu()
+        return x.sin().cos().exp(), y.sin().cos().exp()
+
+    gm = fake_cuda_graph(fn, (4,), (4,))
+    partition(gm, unsafe_ops=frozenset({"aten::relu"}), min_partition_ops=4)
+    assert tags(gm) == ["eager_0", "captured_1"]
+
+
 def test_gathers_what_can_be_captured():
     gm = fake_cuda_graph(two_syncs, (4,), (4,))
     notes = partition(gm)

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 import cgpass
 from cgpass import torch_private
+from cgpass.compile import compilers
 from cgpass.compile.compilers import GraphCache
 from cgpass.options import Options
 from cgpass.torch_private import kept_graphs
@@ -295,6 +296,19 @@ def test_a_key_is_the_same_for_the_same_alone():
         exec(compile("\n" * number + source, "<given>", "exec"), space)
         lines.append(key_of(space["fn"], X))
     assert lines[0] != lines[1]
+
+
+@pytest.mark.parametrize("room", ["compile", "torch_private"])
+def test_what_another_version_of_cgpass_kept_is_not_read(monkeypatch, tmp_path, room):
+    monkeypatch.setattr(compilers, "__file__", str(tmp_path / "compile" / "compilers.py"))
+    for name in ("compile", "torch_private"):
+        (tmp_path / name).mkdir()
+    compilers._own_code.cache_clear()
+    key = key_of(sine, X)
+    (tmp_path / room / "added.py").write_text("cut = None")
+    compilers._own_code.cache_clear()
+    assert None is not key != key_of(sine, X)
+    compilers._own_code.cache_clear()
 
 
 @torch.library.custom_op("cgpass_tests::doubled", mutates_args=())

@@ -5,7 +5,8 @@ Note [Fewest switches]
     whatever an order with the same first kind has run after k switches, these stages have run too. So the better of both
     first kinds has the fewest switches any order can have. The late stage of a group is the one in which it stood, if no
     reader needs it before: gathered at the beginning, casts of weights and recomputed values would take memory. Early
-    stages are for graphs in which they leave so little to a later one that it is not worth a partition.
+    stages are for graphs in which they leave so little to a later one that it is not worth a partition. A partition is
+    worth `min_partition_ops` operators: an order that leaves more of them eager than it saves partitions is no better.
 """
 
 import itertools
@@ -62,7 +63,7 @@ class Partition(Pass):
             _cut([(groups[at], reasons[groups[at][0]]) for at in order], work, minimum)
             for order in found
         )
-        segments = min(cuts, key=len)
+        segments = min(cuts, key=lambda cut: (_launched(cut, work, minimum), len(cut)))
         if len(segments) > 1:
             _reorder(gm, [node for segment in segments for group, _ in segment for node in group])
         for index, segment in enumerate(segments):
@@ -186,6 +187,15 @@ def _cut(
         else:
             segments.append(members)
     return segments
+
+
+def _launched(segments: Iterable[Segment], work: Mapping[fx.Node, bool], minimum: int) -> int:
+    """Count eager operators, and partitions as the fewest operators that are worth one."""
+    found = 0
+    for segment in segments:
+        is_captured = segment[0][1] is None
+        found += minimum if is_captured else sum(work[group[0]] for group, _ in segment)
+    return found
 
 
 def _launches(node: fx.Node) -> bool:
