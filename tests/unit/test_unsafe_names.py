@@ -46,6 +46,8 @@ def test_a_decomposed_operator_is_known_by_its_overload():
         ("add_", {"aten::add_"}),
         (operator.add, {"aten::add"}),
         (operator.matmul, {"aten::matmul"}),
+        (operator.iadd, {"aten::add_"}),
+        (operator.itruediv, {"aten::div_"}),
         (operator.getitem, set()),
         (aten.linear.default, {"aten::linear", "aten::linear.default"}),
         (aten.linear, {"aten::linear"}),

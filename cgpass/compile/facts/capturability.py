@@ -158,6 +158,16 @@ def names_behind(node: fx.Node) -> frozenset[str]:
     return frozenset().union(*map(_operator_names, operators), *map(_names_of_call, called))
 
 
+_IN_PLACE = {
+    "iadd": "add_",
+    "imul": "mul_",
+    "ipow": "pow_",
+    "isub": "sub_",
+    "itruediv": "div_",
+}
+"""Python's operators that write in place, by name: the methods that they call."""
+
+
 def _names_of_call(target: object) -> frozenset[str]:
     """Names of the operator that Dynamo's graph calls: an operator, a function of torch or Python, or a tensor's method."""
     if isinstance(target, torch._ops.OpOverload | torch._ops.HigherOrderOperator):
@@ -168,10 +178,10 @@ def _names_of_call(target: object) -> frozenset[str]:
         return _operator_names(only) | {target._qualified_op_name}
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     module = getattr(target, "__module__", None) or "torch"  # built-in functions of torch have none
-    of_torch = module.split(".")[0] in ("torch", "_operator")
-    return (
-        frozenset({f"aten::{name}"}) if of_torch and hasattr(torch.ops.aten, name) else frozenset()
-    )
+    if module == "_operator":
+        name = _IN_PLACE.get(name, name)
+    is_aten = module.split(".")[0] in ("torch", "_operator") and hasattr(torch.ops.aten, name)
+    return frozenset({f"aten::{name}"}) if is_aten else frozenset()
 
 
 def _listed_by_user(query: _Query) -> _Found:
