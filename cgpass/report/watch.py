@@ -1,6 +1,6 @@
-"""Watch the calls in a block: compare telemetry's counts before and after it; the calls themselves run no code of it.
+"""Watch the calls in a block: compare telemetry's counts before and after it.
 
-On CUDA pairs of events around partitions tell their times on the device, of a sample of calls.
+On the CPU the calls run no code of it. On CUDA events around partitions time a sample of calls on the device.
 """
 
 import contextlib
