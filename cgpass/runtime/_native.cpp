@@ -432,16 +432,6 @@ PyObject* swap_storages(PyObject* const* args) {
   Py_RETURN_NONE;
 }
 
-// put(into, positions, values): assign one value to each position of a list.
-PyObject* put(PyObject* const* args) {
-  const Items positions(args[1]), values(args[2]);
-  if (positions.size != values.size) fail(PyExc_ValueError, "as many values as positions expected");
-  for (Py_ssize_t k = 0; k < positions.size; ++k) {
-    if (PyList_SetItem(args[0], positions.number(k), Py_NewRef(values[k])) < 0) throw python_error();
-  }
-  Py_RETURN_NONE;
-}
-
 // fits(values, likes, may_require_grad): whether values are dense tensors of the sizes, dtypes and devices of others. A byte
 // for each says whether it may require grad where gradients are recorded.
 PyObject* fits(PyObject* const* args) {
@@ -556,6 +546,7 @@ struct Walk {
 PyObject* contents(PyObject* const* args) {
   const Items roots(args[0]), before(args[2]);
   Walk walk{Items(before[0]), Items(args[1])};
+  walk.objects.reserve(walk.before.size);
   for (Py_ssize_t k = 0; k < roots.size; ++k) walk.through(roots[k], true);
   const bool same =
       std::equal(walk.objects.begin(), walk.objects.end(), walk.before.items, walk.before.items + walk.before.size);
@@ -698,7 +689,7 @@ struct DoubleBackward : public PythonNode {
 struct CompiledFunctionBackward : public PythonNode {
   using PythonNode::PythonNode;
 
-  std::vector<Py_ssize_t> wanted;  // positions of the gradients that the edges get
+  std::vector<int64_t> wanted;  // positions of the gradients that the edges get
   struct Saved {
     std::vector<SavedVariable> checked;  // for writes
     std::vector<at::Tensor> unchecked;
@@ -770,7 +761,7 @@ struct CompiledFunctionBackward : public PythonNode {
     Owned result(made(PyObject_Vectorcall(run, args, 3, nullptr)));  // which empties the lists
     const Items found(result.get());
     variable_list out;
-    for (const Py_ssize_t position : wanted) {
+    for (const int64_t position : wanted) {
       out.push_back(Py_IsNone(found[position]) ? at::Tensor() : found.tensor(position));
     }
     if (is_graph_wanted) refuse_more(std::move(sources), out);
@@ -808,20 +799,16 @@ struct CompiledFunctionBackward : public PythonNode {
 // unchecked: Tensors to be saved without that.
 // name: What the node is called.
 PyObject* attach(PyObject* const* args) {
-  const Items inputs(args[2]), wanted(args[3]), outputs(args[4]), differentiable(args[5]), checked(args[6]),
-      unchecked(args[7]);
+  const Items inputs(args[2]), outputs(args[4]), differentiable(args[5]), checked(args[6]), unchecked(args[7]);
   const char* name = PyUnicode_AsUTF8(args[8]);
   if (name == nullptr) throw python_error();
+  std::vector<int64_t> wanted = numbers_of(args[3]);
   variable_list sources;
-  std::vector<Py_ssize_t> positions;
-  for (Py_ssize_t k = 0; k < wanted.size; ++k) {
-    positions.push_back(wanted.number(k));
-    sources.push_back(inputs.tensor(positions.back()));
-  }
+  for (const int64_t position : wanted) sources.push_back(inputs.tensor(position));
   auto& node = *new CompiledFunctionBackward(edges_to(sources), args[0], args[1]);
   const NodePointer pointer = owner_of(&node);
   node.shown = name;
-  node.wanted = std::move(positions);
+  node.wanted = std::move(wanted);
   node.num_saved = checked.size + unchecked.size;
 
   std::vector<at::Tensor> results;
@@ -886,7 +873,6 @@ PyMethodDef methods[] = {
     METHOD(aliases, 2),
     METHOD(views, 2),
     METHOD(copy_out, 2),
-    METHOD(put, 3),
     METHOD(fits, 3),
     METHOD(exclusive, 3),
     METHOD(swap_storages, 2),

@@ -130,19 +130,25 @@ class Recording:
     def hand_out(self, count: int) -> None:
         """Have `run` return the first outputs only. See `OutputMemory.hand_out`."""
         own = {n: number for n, number in self.own.items() if n < count}
-        self._own_at, self._take_own = tuple(own), fast.taker(tuple(own.values()))
-        self.memory.hand_out(max(own.values(), default=-1) + 1)
-        self._outputs = self._outputs[:count]
+        num_own = max(own.values(), default=-1) + 1
+        self.memory.hand_out(num_own)
         aliases = {n: alias for n, alias in self.views.items() if n < count}
         self.aliases = frozenset(aliases)
         """Outputs that are (views of) inputs."""
         self.viewed = frozenset(a.index for a in aliases.values() if not a.identity)
         """Inputs that outputs are views of; such outputs are laid out as if the inputs were as they were."""
         same = {n: a.index for n, a in aliases.items() if a.identity}
-        self._same_at, self._same_of = tuple(same), fast.taker(tuple(same.values()))
         views = {n: a.view for n, a in aliases.items() if a.view is not None and not a.identity}
-        self._views_at, self._views = tuple(views), tuple(views.values())
-        self._other_aliases = [(n, a) for n, a in aliases.items() if n not in same | views]
+        others = {n: a for n, a in aliases.items() if n not in same | views}
+        self._same_of, self._views = fast.taker(tuple(same.values())), tuple(views.values())
+        self._other_aliases = list(others.values())
+        constants = [n for n in range(count) if n not in own | aliases]
+        self._constants = [self._outputs[n] for n in constants]
+        made = [*same, *views, *others, *constants]
+        places = own | {n: num_own + k for k, n in enumerate(made)}
+        self._own_at = tuple(own)
+        self._arrange = fast.taker(tuple(places[n] for n in range(count)))
+        """Takes outputs in their order from what `run` makes of each kind."""
 
     def seal(self) -> None:
         """Note that nobody but this recording holds its outputs; to be called once, last of all."""
@@ -160,9 +166,7 @@ class Recording:
         **Lifetime:** tensors returned are fresh aliases of pool memory: the next replay of this recording writes
         over them, unless `Owner.is_safe` is asked first.
         """
-        outputs = self._outputs.copy()
-        for n, alias in self._other_aliases:  # which may raise: before anything is written
-            outputs[n] = alias.of(args[alias.index])
+        others = [a.of(args[a.index]) for a in self._other_aliases]  # may raise: nothing is written
         copy_in(self._copies, args)
         self.replay()
         for i, placeholder in self._write_back:
@@ -170,10 +174,8 @@ class Recording:
         if self.counted:
             written = [args[i] for i in self.counted if not args[i].is_inference()]
             torch.autograd.graph.increment_version(written)
-        fast.put(outputs, self._own_at, self._take_own(self.memory.aliases()))
-        fast.put(outputs, self._views_at, fast.views(args, self._views))
-        fast.put(outputs, self._same_at, self._same_of(args))
-        return outputs
+        given = [*self._same_of(args), *fast.views(args, self._views), *others, *self._constants]
+        return self._arrange([*self.memory.aliases(), *given])
 
     def copy_out(self, results: list[Any]) -> int:
         """Put copies of its own outputs in their place, for the caller to keep; returns bytes copied."""
