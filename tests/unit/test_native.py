@@ -167,6 +167,7 @@ while not os.path.exists(sys.argv[1]):
 try:
     os.killpg(0, signal.SIGINT)
     native.loader.wait()
+    time.sleep(60)  # another thread may get the signal first, and take its time
     sys.exit("nothing was raised")
 except KeyboardInterrupt:
     pass
