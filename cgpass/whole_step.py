@@ -55,6 +55,7 @@ _NEW_STATE: Final = (
 _NEW_NUMBER: Final = "{} changed; each change costs one call, except that of a learning rate"
 _FOREIGN: Final = "something else than the optimizer's parameters gets gradients; freeze, detach or give it to an optimizer of the step"
 _IN_TURN: Final = "not all of the loss can be captured, see cgpass.explain(loss_fn, batch); the optimizer's step is a graph of its own"
+_COMMUNICATES: Final = "it communicates with other processes"
 _ITS_LINE: Final = "cgpass.explain(loss_fn, batch) names the line"
 _TOO_OFTEN: Final = "it was compiled torch._dynamo.config.recompile_limit times; keep what changes the same, or make it a tensor"
 _RATES: Final = ("lr", "initial_lr")
@@ -276,6 +277,7 @@ class TrainStep:
                 if not self._too_often:
                     first = next(iter(str(error).strip().splitlines()), "")
                     why = f"the loss is not one graph: {first}; {_ITS_LINE}"
+                    why = _COMMUNICATES if torch_private.is_of_wrapper(error) else why
         call.why = why or call.why
         # If the loss raises, its next call may be one graph: Dynamo must not come to know it as several before.
         found = (self._broken if why is self._why_broken else self._fn)(batch, named)
@@ -619,7 +621,7 @@ def _why_never(training: TrainingCall, returned: list[Any], loss: torch.Tensor) 
         if not runners:
             return "none of the loss is captured; cgpass.explain(loss_fn, batch) says why"
         if any(runner.communicates for runner in runners):
-            return "it communicates with other processes"
+            return _COMMUNICATES
     return None
 
 

@@ -206,3 +206,12 @@ def is_recompile_limit(error: BaseException) -> bool:
     from torch._dynamo import exc
 
     return isinstance(error, exc.FailOnRecompileLimitHit)
+
+
+def is_of_wrapper(error: BaseException) -> bool:
+    """Tell if Dynamo stopped at what DistributedDataParallel or FSDP does around a module.
+
+    Source: torch/nn/parallel/distributed.py `forward`, torch/distributed/fsdp/_fully_shard/_fsdp_state.py, 2.11 to 2.15.
+    """
+    text = str(error)
+    return "torch/nn/parallel/distributed.py" in text or "FSDP hooks" in text

@@ -11,6 +11,8 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -598,8 +600,17 @@ def test_what_is_around_some_steps(way):
     check(way, MEANWHILE, usual=0, meanwhile=True, max_norm=1.0)
 
 
-def test_hooks_that_no_python_code_sees(way):
+@pytest.fixture
+def process_group():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_hooks_that_no_python_code_sees(way, process_group):
     """Those that DDP puts on the nodes of parameters, in C++, stay after it."""
+    del process_group
     if way.device.type != "cpu":
         pytest.skip("the group is one of a CPU")
 
@@ -614,14 +625,32 @@ def test_hooks_that_no_python_code_sees(way):
             assert any("weight has hooks" in why for why in training.step.in_pieces)
         return training.found()
 
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    try:
-        found = programs.differences(way.run(program), way.run(program, driver="none"))
-    finally:
-        torch.distributed.destroy_process_group()
-    assert not found
+    assert not programs.differences(way.run(program), way.run(program, driver="none"))
+
+
+def ddp(module):
+    return nn.parallel.DistributedDataParallel(module)
+
+
+def fsdp(module):
+    return fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+
+
+@pytest.mark.parametrize("wrap", [ddp, fsdp])
+def test_what_talks_to_other_processes_runs_in_pieces(wrap, process_group):
+    del process_group
+
+    def losses(wrap, driver):
+        torch.manual_seed(0)
+        module = wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, fused=True)
+        options = {"driver": driver, "compiler": "eager", "on_skip": "silent"}
+        step = cgpass.train_step(lambda x: module(x).square().mean(), optimizer, options=options)
+        return [step(torch.ones(4, 8) * n).item() for n in range(5)], step.in_pieces
+
+    found, in_pieces = losses(wrap, "simulated")
+    assert in_pieces == {"it communicates with other processes": 5}
+    assert found == losses(lambda module: module, "none")[0]
 
 
 def test_guards_are_the_users_to_leave_out(way):
