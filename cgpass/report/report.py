@@ -17,7 +17,7 @@ from cgpass.report import text
 from cgpass.report.model import Facts
 from cgpass.report.text import milliseconds, share
 
-SCHEMA: Final = 5
+SCHEMA: Final = 6
 """Version of the dictionaries that `Report.to_dict` gives."""
 
 
