@@ -143,7 +143,6 @@ def _graph(
             notes = [replace(note, record_ms=None, warm_up_ms=None) for note in notes]
         captured[name] = {
             "calls": grown["calls"] - excused(grown),
-            "replays": grown["replays"],
             "counts": grown,
             "recordings": tuple(notes),
             "reasons": part.reasons.told(grown, noted),
@@ -161,9 +160,8 @@ def _graph(
         for part in summary.partitions
     )
     ops = summary.num_ops or sum(part.num_ops for part in parts)
-    told: dict[str, Any] = {"partitions": parts, "why": counted(summary.why)}
-    told |= {"num_ops": ops, "calls": calls}
-    return GraphReport(**vars(summary) | told)
+    told: dict[str, Any] = vars(summary) | {"why": counted(summary.why), "num_ops": ops}
+    return GraphReport(**told | {"partitions": parts, "calls": calls})
 
 
 def _memory(runner: PartitionRunner) -> dict[str, Any]:
@@ -209,8 +207,7 @@ class _Clock(contextlib.ExitStack):
         """Time what runs a graph, which may be new."""
         self._end_period(self._period, None)
         for each in live([run]):
-            device = None if each.owner is None else each.owner.driver.device
-            if device is not None and device.type == "cuda":
+            if each.owner and (device := each.owner.driver.device).type == "cuda":
                 each.wrap(functools.partial(self._wrapped, number, device), self)
 
     def _wrapped(self, number: int, device: torch.device, step: Step, run: Run) -> Run:

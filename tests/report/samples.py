@@ -26,7 +26,6 @@ def sample(text="", **changes):
         captured=True,
         num_ops=40,
         calls=29,
-        replays=26,
         counts={"calls": 30, "replays": 26, "recordings": 2, "rescues": 2, "warmups": 1},
         recordings=(first, RecordingNote("moved", moved, 3 << 20, 7.25)),
         copied_inputs=(

@@ -1,11 +1,11 @@
 """Graph breaks, and what `torch.compile` left to eager, by torch's own notes: line, cause and remedy."""
 
 import itertools
-import linecache
 import os
 import re
 import sysconfig
 import threading
+import traceback
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -135,7 +135,7 @@ def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
         if "torch._dynamo.graph_break()" in text:
             fix = "leave it: torch compiles the function called there by itself"
     elif len(users) > 1:
-        detail += f", reached from {_place(users[0])}"
+        detail += f", reached from {_at(users[0].filename, users[0].lineno, users[0].name)}"
     return replace(reason, detail=detail, fix=fix if rest is None else f"{fix}; {_LOOP}", rest=rest)
 
 
@@ -166,7 +166,8 @@ def _left_by_torch(stack: Sequence[Any]) -> str | None:
             name = _library_file(frame.filename)
             if caller.filename.startswith(_TORCH):
                 return f"what {name} runs besides"
-            return f"what {name} runs, called at {_place(caller)}"
+            where = _at(caller.filename, caller.lineno, caller.name)
+            return f"what {name} runs, called at {where}"
     return None
 
 
@@ -176,19 +177,14 @@ def _cut_short(frame: Any) -> Reason:
     Source: torch/_dynamo/symbolic_convert.py `InstructionTranslatorBase.step`, `step_graph_break`, 2.11 to 2.15.
     """
     text, rest = "a block (try:, with) has a graph break", "the rest of a function"
-    if frame is None:
-        return given_up(text, None, rest)
-    rest = f"the rest of {function_name(frame.name)} from {_at(frame.filename, frame.lineno)} on"
-    mine = threading.get_ident()
-    noted = [each for each in torch_private.graph_breaks() if each.thread == mine]
-    found = noted[-1] if noted else None
-    if found is None or found.function != (frame.filename, frame.name):
-        return given_up(text, _line(frame), rest)
-    return given_up(found.text, _line(found.line or frame), rest)
-
-
-def _place(frame: Any) -> str:
-    return _at(frame.filename, frame.lineno, frame.name)
+    if frame is not None:
+        where = _at(frame.filename, frame.lineno)
+        rest = f"the rest of {function_name(frame.name)} from {where} on"
+        mine = threading.get_ident()
+        noted = [each for each in torch_private.graph_breaks() if each.thread == mine]
+        if noted and noted[-1].function == (frame.filename, frame.name):
+            text, frame = noted[-1].text, noted[-1].line or frame
+    return given_up(text, _line(frame), rest)
 
 
 def _line(frame: Any) -> str | None:
@@ -218,7 +214,9 @@ def graph_breaks(
     found = [graph.graph_break for graph in graphs if graph.graph_break is not None]
     for each in sorted(torch_private.graph_breaks(), key=before.__contains__):
         is_earlier = each in before
-        if is_earlier and (each.over or _function_of(each) not in functions):
+        file, name = each.function
+        ran = _function_at(_where((file, 0, name))) in functions
+        if is_earlier and (each.over or not ran):
             continue
         reason = replace(_of_stack(each.text, each.stack), is_earlier=is_earlier)
         users = [frame.filename for frame in each.stack if _is_users(frame)]
@@ -276,12 +274,6 @@ def _function_at(place: str | None) -> str:
     return f"{where.rpartition(':')[0]} in {name}" if name else "module"
 
 
-def _function_of(noted: torch_private.GraphBreak) -> str:
-    file, name = noted.function
-    is_torchs = file.endswith(_WRAPPER)
-    return "module" if is_torchs else f"{os.path.basename(file)} in {function_name(name)}"
-
-
 def _last(notes: Iterable[Any]) -> dict[Function, Any]:
     """The last compilation of each function."""
     functions: dict[str, Function] = {}
@@ -305,10 +297,8 @@ def _described(function: Function, compilation: Any) -> Reason:
     if _is_at_limit(compilation):
         return _at_limit(compilation, place)
     file, number = compilation.fail_user_frame_filename, compilation.fail_user_frame_lineno
-    line = None
-    if file and number is not None:
-        line = _at(file, number, code=linecache.getline(file, number).strip())
-    return given_up(compilation.fail_reason or compilation.fail_type, line, place)
+    frame = file and traceback.FrameSummary(file, number, "")
+    return given_up(compilation.fail_reason or compilation.fail_type, _line(frame), place)
 
 
 def _at_limit(compilation: Any, rest: str) -> Reason:
