@@ -97,7 +97,11 @@ def explain(
     args, kwargs = _spread(args, kwargs)
     values = [*_reached(fn), optimizer, *pytree.tree_leaves((args, kwargs))]
     modules = {id(m): m for v in values if isinstance(v, torch.nn.Module) for m in v.modules()}
-    is_compiled = any(map(_is_compiled, [*values, *modules.values()]))
+    kinds = torch.nn.Module | types.FunctionType
+    is_compiled = any(
+        isinstance(each, TrainStep) or (isinstance(each, kinds) and torch_private.is_compiled(each))
+        for each in (*values, *modules.values())
+    )
     if options and is_compiled:
         raise OptionError(
             "cgpass.explain: a compiled function has its options already; pass them to torch.compile instead"
@@ -180,11 +184,6 @@ def _reached(value: Any, depth: int = 2) -> Iterator[Any]:
         found = [*getattr(value, "__dict__", {}).values()]
     for each in pytree.tree_leaves(found) if depth else ():
         yield from _reached(each, depth - 1)
-
-
-def _is_compiled(value: Any) -> bool:
-    can_be = isinstance(value, torch.nn.Module | types.FunctionType)
-    return isinstance(value, TrainStep) or (can_be and torch_private.is_compiled(value))
 
 
 @contextlib.contextmanager

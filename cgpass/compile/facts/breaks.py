@@ -182,7 +182,7 @@ def _cut_short(frame: Any) -> Reason:
         rest = f"the rest of {function_name(frame.name)} from {where} on"
         mine = threading.get_ident()
         noted = [each for each in torch_private.graph_breaks() if each.thread == mine]
-        if noted and noted[-1].function == (frame.filename, frame.name):
+        if noted and noted[-1].function[::2] == (frame.filename, frame.name):
             text, frame = noted[-1].text, noted[-1].line or frame
     return given_up(text, _line(frame), rest)
 
@@ -214,8 +214,7 @@ def graph_breaks(
     found = [graph.graph_break for graph in graphs if graph.graph_break is not None]
     for each in sorted(torch_private.graph_breaks(), key=before.__contains__):
         is_earlier = each in before
-        file, name = each.function
-        ran = _function_at(_where((file, 0, name))) in functions
+        ran = _function_at(_where(each.function)) in functions
         if is_earlier and (each.over or not ran):
             continue
         reason = replace(_of_stack(each.text, each.stack), is_earlier=is_earlier)
@@ -236,7 +235,7 @@ def left_to_eager(before: Sequence[Any]) -> list[Reason]:
     found = []
     for function, each in (_last(torch_private.compilations()) | living).items():
         is_old = id(each) in old
-        is_ours = torch_private.is_ours(each) or (function[0], function[-1]) in ours
+        is_ours = torch_private.is_ours(each) or function in ours
         counts = not is_old or (is_ours and len(function) > 1 and living.get(function) is each)
         if counts and torch_private.was_given_up(each):
             found.append(replace(_described(function, each), is_earlier=is_old))
@@ -293,15 +292,11 @@ def _is_at_limit(compilation: Any) -> bool:
 
 
 def _described(function: Function, compilation: Any) -> Reason:
-    place = _where(function)
-    if _is_at_limit(compilation):
-        return _at_limit(compilation, place)
-    file, number = compilation.fail_user_frame_filename, compilation.fail_user_frame_lineno
-    frame = file and traceback.FrameSummary(file, number, "")
-    return given_up(compilation.fail_reason or compilation.fail_type, _line(frame), place)
-
-
-def _at_limit(compilation: Any, rest: str) -> Reason:
+    rest = _where(function)
+    if not _is_at_limit(compilation):
+        file, number = compilation.fail_user_frame_filename, compilation.fail_user_frame_lineno
+        frame = file and traceback.FrameSummary(file, number, "")
+        return given_up(compilation.fail_reason or compilation.fail_type, _line(frame), rest)
     limit = _LIMIT.search(compilation.fail_reason)
     option, times = limit.groups() if limit else ("recompile_limit", "so many")
     cause, line, hint = _cause(compilation.recompile_reason or "")
@@ -319,8 +314,6 @@ def _cause(text: str) -> tuple[str, str | None, re.Match[str] | None]:
 
     Source: torch/_dynamo/guards.py `get_guard_fail_reason_helper`, 2.11 to 2.15.
     """
-    found = _GUARD.match(next(iter(text.splitlines()), ""))
-    if found is None:
-        return "", None, None
-    guard, code, file, line, name = found.groups()
-    return guard, file and _at(file, line, name, code), _SETTING.search(found.string)
+    told = next(iter(text.splitlines()), "")
+    guard, code, file, line, name = _GUARD.findall(told)[0]
+    return guard, _at(file, line, name, code) if file else None, _SETTING.search(told)
