@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 _NOT: Final = "cgpass.verify: %s: %s: not verified"
 _COMMUNICATES: Final = "a partition that communicates can't run once more alone"
 _WRONG: Final = "cgpass.verify: {}: {}. This is a fault of the capture: name the operator in unsafe_ops, and report it."
+_WRITTEN: Final = "input {}, which it writes,"
 _DRAWN: Final = "the state of generator {} (random numbers were not drawn as without a graph)"
 
 
@@ -65,10 +66,10 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
         if runner.communicates:
             log.warning(_NOT, runner.name, _COMMUNICATES)
             return run
-        return functools.partial(self._run, step, runner, run, itertools.count(1))
+        return functools.partial(self._run, step.made, runner, run, itertools.count(1))
 
     def _run(
-        self, step: Step, runner: PartitionRunner, run: Run, calls: Iterator[int], args: list[Any]
+        self, made: Sequence[str], runner: PartitionRunner, run: Run, calls: Any, args: list[Any]
     ) -> tuple[Sequence[Any], Any]:
         if next(calls) % self._every or runner.owner.bypassed:
             return run(args)
@@ -78,11 +79,9 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
         copies = _copied(args, [*written, *layout.pooled])
 
         def found(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[tuple[str, Any]]:
-            made = step.made or ["unnamed"] * len(outputs)
-            named = [(f"output {n} ({made[n]})", each) for n, each in enumerate(outputs)]
-            named += [
-                (f"input {layout.infos[i].name}, which it writes,", inputs[i]) for i in written
-            ]
+            names = made or ["unnamed"] * len(outputs)
+            named = [(f"output {n} ({names[n]})", each) for n, each in enumerate(outputs)]
+            named += [(_WRITTEN.format(layout.infos[i].name), inputs[i]) for i in written]
             return named + [(_DRAWN.format(n), g.get_state()) for n, (g, _) in enumerate(states)]
 
         def without_a_graph() -> list[tuple[str, Any]]:
@@ -98,9 +97,8 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
         if recording is None:
             return outputs, recording
         self.checked += 1
-        ours = found(outputs, inputs)
         with random_state_kept(device, inputs):
-            plain = without_a_graph()
+            ours, plain = found(outputs, inputs), without_a_graph()
             different = _difference(ours, plain)
             if different and _difference(plain, without_a_graph()):
                 self._warned(_NOT, runner.name, "runs without graphs differ among themselves")

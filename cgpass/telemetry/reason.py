@@ -92,11 +92,8 @@ _MANY: Final = 0.2
 def excused(counts: Mapping[str, int]) -> int:
     """Warm-ups that are no calls without a graph: all, unless calls go on warming up what is never recorded."""
     idle = counts["warmups"] - counts["recordings"]
-    return (
-        counts["recordings"]
-        if idle > _FEW and idle > _MANY * counts["calls"]
-        else counts["warmups"]
-    )
+    goes_on = idle > max(_FEW, _MANY * counts["calls"])
+    return counts["recordings" if goes_on else "warmups"]
 
 
 Noted = tuple[Counter[str], Counter[tuple[str, str, str | None]]]
