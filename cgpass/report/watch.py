@@ -212,33 +212,26 @@ class _Clock(contextlib.ExitStack):
 
     def _wrapped(self, number: int, device: torch.device, step: Step, run: Run) -> Run:
         stats = step.run.stats if isinstance(step.run, PartitionRunner) else CallStats()
-        key, event = (number, step.name), functools.partial(_event, device)
+        key = number, step.name
 
         def timed(values: list[Any]) -> Any:
             if self._skips > 0:
                 self._skips -= 1
                 return run(values)
-            return self._run(key, event, stats, run, values)
+            period, settled = self._period, (stats.warmups, stats.recordings)
+            if torch.cuda.is_current_stream_capturing() or not (period or stats.replays):
+                return run(values)
+            begin = _event(device)
+            if period and key == period[0][0]:
+                self._end_period(period, begin)
+                return run(values)
+            result = run(values)
+            period.append((key, begin, _event(device), result[1] is not None))
+            if settled != (stats.warmups, stats.recordings) or len(period) >= _LONGEST:
+                self._end_period(period, None)
+            return result
 
         return timed
-
-    def _run(
-        self, key: Key, event: Callable[[], Any], stats: CallStats, run: Run, values: list[Any]
-    ) -> Any:
-        period = self._period
-        is_first = not period
-        if torch.cuda.is_current_stream_capturing() or (is_first and not stats.replays):
-            return run(values)
-        begin = event()
-        if not is_first and key == period[0][0]:
-            self._end_period(period, begin)
-            return run(values)
-        settled = stats.warmups, stats.recordings
-        result = run(values)
-        period.append((key, begin, event(), result[1] is not None))
-        if settled != (stats.warmups, stats.recordings) or len(period) >= _LONGEST:
-            self._end_period(period, None)
-        return result
 
     def _end_period(self, period: list[_Timed], end: Any) -> None:
         """Keep a period if it has an end, and choose when the next one begins.

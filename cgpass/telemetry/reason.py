@@ -33,7 +33,7 @@ OTHER_FIXES: Final = {
     "each cause",
 }
 """Remedies, by code, where no rule about an operator is the reason."""
-OTHER_OPTIONS: Final = "compile it once, with one set of options, or call torch.compiler.reset() before you change them"
+OTHER_OPTIONS: Final = "compile it once, for one backend and with one set of options, or call torch.compiler.reset() before you change them"
 """What a user can do where other options had a function compiled as often as torch allows."""
 
 _SIZE: Final = re.compile(r"^(.+)\.size\((\d+)\)$")

@@ -248,12 +248,12 @@ def recompiled(before: Sequence[Any]) -> list[Reason]:
     for each in torch_private.compilations():
         text, is_new = each.recompile_reason, id(each) not in old and torch_private.is_ours(each)
         if text and is_new and each.co_name is not None and not torch_private.was_given_up(each):
-            cause, line, _ = _cause(text)
+            (cause, line, _), fix = _cause(text), OTHER_FIXES["recompiled"]
             if cause.startswith(_OTHER_BACKEND):
-                cause = "backend or options were others"
+                cause, fix = "backend or options were others", OTHER_OPTIONS
             line = line or _where((each.co_filename, each.co_firstlineno, each.co_name))
             count = found[line].count + 1 if line in found else 1
-            detail, fix = f"compiled once more: {cause}", OTHER_FIXES["recompiled"]
+            detail = f"compiled once more: {cause}"
             found[line] = Reason("recompiled", "", detail, fix, line, count=count)
     return list(found.values())
 
