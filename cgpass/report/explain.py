@@ -96,25 +96,26 @@ def explain(
         raise InputError(f"cgpass.explain takes a module or function, got a {type(fn).__name__}")
     args, kwargs = _spread(args, kwargs)
     values = [*_reached(fn), optimizer, *pytree.tree_leaves((args, kwargs))]
-    modules = {id(m): m for v in values if isinstance(v, torch.nn.Module) for m in v.modules()}
+    roots = [each for each in values if isinstance(each, torch.nn.Module)]
+    modules = [*dict.fromkeys(module for root in roots for module in root.modules())]
     kinds = torch.nn.Module | types.FunctionType
     is_compiled = any(
         isinstance(each, TrainStep) or (isinstance(each, kinds) and torch_private.is_compiled(each))
-        for each in (*values, *modules.values())
+        for each in (*values, *modules)
     )
     if options and is_compiled:
         raise OptionError(
             "cgpass.explain: a compiled function has its options already; pass them to torch.compile instead"
         )
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
-    tensors += [t for m in modules.values() for t in (*m.parameters(False), *m.buffers(False))]
+    tensors += [t for m in modules for t in (*m.parameters(False), *m.buffers(False))]
     devices = {tensor.device.index for tensor in tensors if tensor.device.type == "cuda"}
     optimizers = [v for v in values if isinstance(v, torch.optim.Optimizer | torch.amp.GradScaler)]
     run = fn
     with contextlib.ExitStack() as stack:
         stack.enter_context(set_defaults(**options or {}))
         stack.enter_context(torch.random.fork_rng([*devices]))
-        stack.enter_context(_restored([*modules.values()], tensors, optimizers))
+        stack.enter_context(_restored(modules, tensors, optimizers))
         for step in [value for value in values if isinstance(value, TrainStep)]:
             stack.callback(setattr, step, "_due", step._due)
         # Dynamo would find what a disabled function wraps
@@ -198,11 +199,8 @@ def _restored(
     own = [table for each in modules for table in (each._parameters, each._buffers)]
     tables: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in own]
     values = [*(value for _, before in tables for value in before.values()), *params]
-    kept = [
-        (value, _copy(value))
-        for value in {id(value): value for value in values}.values()
-        if value is not None and not torch.nn.parameter.is_lazy(value)
-    ]
+    there = [each for each in dict.fromkeys(values) if each is not None]
+    kept = [(each, _copy(each)) for each in there if not torch.nn.parameter.is_lazy(each)]
     gradients = [(each, each.grad) for each in (*tensors, *params) if each.is_leaf]
     states = [(each, copy.deepcopy(each.state_dict())) for each in optimizers]
     for each, _ in gradients:

@@ -118,11 +118,11 @@ def live(runs: Iterable[telemetry.GraphRun]) -> list[Executor]:
 
 def owners(before: telemetry.Moment) -> list[Owner]:
     """Owners of graphs that live, and were called since."""
-    calls, found = telemetry.now().calls, dict[int, Owner]()
+    calls, found = telemetry.now().calls, list[telemetry.GraphRun]()
     for number, (_, runs) in telemetry.graph_runs().items():
         if calls.get(number, 0) > before.calls.get(number, 0):
-            found.update((id(each.owner), each.owner) for each in live(runs) if each.owner)
-    return list(found.values())
+            found += runs
+    return [*dict.fromkeys(each.owner for each in live(found) if each.owner)]
 
 
 def _graph(
