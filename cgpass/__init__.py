@@ -1,6 +1,7 @@
 """CUDA graphs for PyTorch that just work: `torch.compile(model, backend="cgpass")`."""
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any, Final
 
 from cgpass import errors, telemetry, version
@@ -65,7 +66,7 @@ _HOMES: Final = {
     "verify": "cgpass.report.verify",
 }
 
-telemetry.name_warnings()
+logging.getLogger(__name__).addHandler(telemetry.NamedWarnings(logging.WARNING))
 registration.turn_off_if_early()  # NCCL reads it once; later may be too late
 
 

@@ -35,7 +35,8 @@ from cgpass.runtime.gathered import give_gathered_a_pool, give_pool_back
 from cgpass.runtime.owner import Owner, release_idle
 from cgpass.runtime.rng import caller_of
 from cgpass.runtime.simulated import SimulatedDriver
-from cgpass.telemetry import progress, tracing
+from cgpass.telemetry import progress
+from cgpass.telemetry.summaries import Source
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +178,7 @@ class Compilation:
         self._saved: dict[str, InputKind] = {}
         self._parameters: frozenset[int] = frozenset()
         """Inputs of the forward that are parameters or buffers, and outputs of the backward that are their gradients."""
-        self._source = tracing.Source(begins_at(gm), torch_private.current_trace_id())
+        self._source = Source(begins_at(gm), torch_private.current_trace_id())
         function = telemetry.new_function()
         self._failed = FailedOperators(function)
         self._builder = functools.partial(

@@ -36,9 +36,9 @@ from cgpass.runtime.collectives import may_be_captured
 from cgpass.runtime.executor import Executor, Plan
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.partition import PartitionRunner
-from cgpass.telemetry import CallStats, progress, tracing
+from cgpass.telemetry import CallStats, progress
 from cgpass.telemetry.reason import Reason
-from cgpass.telemetry.summaries import GraphSummary, PartitionSummary
+from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, Source
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class GraphBuilder:
     owner: Callable[[torch.device], Owner]
     """Gives the owner of the function's recordings on a device."""
     failed: FailedOperators
-    source: tracing.Source
+    source: Source
     """Of the user's function."""
     function: int
     """The function's number in what telemetry knows."""
@@ -115,9 +115,9 @@ class GraphBuilder:
         known, causes = (_OFF, ()) if driver == "none" else (why, found)
         listed = list(map(str, causes))
         told = {"runs_without_cuda_graphs": known, "num_ops": ops, "reasons": listed}
-        tracing.add_json(f"{direction}_plan", lambda: told)
+        torch_private.trace(f"{direction}_plan", lambda: told)
         graph = telemetry.add_graph(self._summary((), skip=known, num_ops=ops, why=causes))
-        text = f"{self.source.graph(direction)} runs without CUDA graphs: {why}"
+        text = f"{self.source.of(f'the {direction} graph')} runs without CUDA graphs: {why}"
         on_cuda = any(d.type == "cuda" for d in devices(gm))
         if is_skip and (driver in ("cuda", "simulated") or (driver == "auto" and on_cuda)):
             telemetry.compile_stats.skips += 1
@@ -135,7 +135,7 @@ class GraphBuilder:
         reasons = [each for each in reasons if not each.is_chosen and self._is_new(each)]
         if reasons:
             listed = "\n  ".join(dict.fromkeys(map(str, reasons)))
-            graph = self.source.graph(self.compiler.direction)
+            graph = self.source.of(f"the {self.compiler.direction} graph")
             self._tell(f"parts of {graph} run without CUDA graphs:\n  {listed}")
 
     def _is_new(self, reason: Reason) -> bool:
@@ -180,7 +180,7 @@ class GraphBuilder:
             torch_private.report_output_strides(output_strides(gm))
         outlined = outline(gm)
         title = f"graph_{self.compiler.direction}_outlined"
-        tracing.add_text(title, lambda: graph_text(outlined))
+        torch_private.trace(title, lambda: graph_text(outlined))
         parts = {
             name: module
             for name, module in outlined.named_children()
@@ -203,7 +203,7 @@ class GraphBuilder:
         """A callable that telemetry, traces and profiles know of."""
         direction, named = self.compiler.direction, {part.name: part for part in parts}
         made = f"{direction}_plan"
-        tracing.add_json(made, lambda: plan_as_dict(plan, named), self.source.trace_id)
+        torch_private.trace(made, lambda: plan_as_dict(plan, named), self.source.trace_id)
         in_profiles = {name: self.source.of(f"cgpass: {direction} {name}") for name in named}
         owner = self.owner(self.target.device) if self.target.records else None
         executor = Executor(plan, owner, in_profiles)

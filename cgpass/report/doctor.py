@@ -81,11 +81,8 @@ def _native() -> Iterator[Finding]:
 def _environment() -> Iterator[Finding]:
     for name, value in sorted(os.environ.items()):
         if name in _ENVIRONMENT or name.startswith("CGPASS_"):
-            yield (
-                f"{name}={value}",
-                "is set",
-                "" if value in ("", "0") else _ENVIRONMENT.get(name, ""),
-            )
+            fix = "" if value in ("", "0") else _ENVIRONMENT.get(name, "")
+            yield f"{name}={value}", "is set", fix
     try:
         Options.parse(None)
     except ValueError as error:

@@ -95,27 +95,36 @@ def explain(
     if not callable(fn):
         raise InputError(f"cgpass.explain takes a module or function, got a {type(fn).__name__}")
     args, kwargs = _spread(args, kwargs)
-    values = [*_reached(fn, 2, fn), optimizer, *pytree.tree_leaves((args, kwargs))]
-    modules = {id(m): m for v in values if isinstance(v, torch.nn.Module) for m in v.modules()}
-    is_compiled = any(map(_is_compiled, [*values, *modules.values()]))
+    values = [*_reached(fn), optimizer, *pytree.tree_leaves((args, kwargs))]
+    roots = [each for each in values if isinstance(each, torch.nn.Module)]
+    modules = [*dict.fromkeys(module for root in roots for module in root.modules())]
+    kinds = torch.nn.Module | types.FunctionType
+    is_compiled = any(
+        isinstance(each, TrainStep) or (isinstance(each, kinds) and torch_private.is_compiled(each))
+        for each in (*values, *modules)
+    )
     if options and is_compiled:
         raise OptionError(
             "cgpass.explain: a compiled function has its options already; pass them to torch.compile instead"
         )
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
-    tensors += [t for m in modules.values() for t in (*m.parameters(False), *m.buffers(False))]
+    tensors += [t for m in modules for t in (*m.parameters(False), *m.buffers(False))]
     devices = {tensor.device.index for tensor in tensors if tensor.device.type == "cuda"}
     optimizers = [v for v in values if isinstance(v, torch.optim.Optimizer | torch.amp.GradScaler)]
+    run = fn
     with contextlib.ExitStack() as stack:
         stack.enter_context(set_defaults(**options or {}))
         stack.enter_context(torch.random.fork_rng([*devices]))
-        stack.enter_context(_restored([*modules.values()], tensors, optimizers))
+        stack.enter_context(_restored(modules, tensors, optimizers))
         for step in [value for value in values if isinstance(value, TrainStep)]:
             stack.callback(setattr, step, "_due", step._due)
         # Dynamo would find what a disabled function wraps
-        as_it_is = is_compiled or torch_private.is_disabled(fn)
-        run = fn if as_it_is else stack.enter_context(_compiled(fn, dict(options or {})))
-        call = functools.partial(_call, lambda: run(*args, **kwargs), training, tensors)
+        if not (is_compiled or torch_private.is_disabled(fn)):
+            before = telemetry.now()
+            run = torch.compile(fn, backend=cgpass, options=dict(options or {}))
+            torch_private.note_graph_breaks()  # Dynamo is loaded by now
+            stack.callback(lambda: [owner.release() for owner in watch.owners(before)])
+        call = functools.partial(_call, functools.partial(run, *args, **kwargs), training, tensors)
         with watch.watched() as report:
             for _ in range(_CALLS):
                 call()
@@ -125,19 +134,6 @@ def explain(
         if compare and report.device != watch.SIMULATED:
             report.ms, report.plain_ms = watch.compared(call)
         return report
-
-
-@contextlib.contextmanager
-def _compiled(fn: Fn, given: dict[str, Any]) -> Iterator[Callable[..., Any]]:
-    """Compile it; afterwards no recordings of it are left."""
-    before = telemetry.now()
-    compiled = torch.compile(fn, backend=cgpass, options=given)
-    torch_private.note_graph_breaks()  # Dynamo is loaded by now
-    try:
-        yield compiled
-    finally:
-        for owner in watch.owners(before):
-            owner.release()
 
 
 def _call(run: Callable[[], Any], training: bool, tensors: Sequence[torch.Tensor]) -> None:
@@ -170,8 +166,8 @@ def _differentiated(result: Any) -> list[torch.Tensor]:
 # ---- what a function reaches, and what is put back
 
 
-def _reached(value: Any, depth: int, called: Any = None) -> Iterator[Any]:
-    """A value, and what it names or is bound to, so many functions deep."""
+def _reached(value: Any, depth: int = 2) -> Iterator[Any]:
+    """What is called, and what it names or is bound to: a loop's step names a helper, and that the model."""
     yield value
     found: list[Any] = []
     if isinstance(value, types.MethodType):
@@ -185,15 +181,10 @@ def _reached(value: Any, depth: int, called: Any = None) -> Iterator[Any]:
             found += [value.__globals__.get(name) for name in code.co_names]
     elif isinstance(value, torch.nn.Module):
         found = [getattr(value, "_orig_mod", None)]
-    elif value is called:
+    elif depth == 2:
         found = [*getattr(value, "__dict__", {}).values()]
     for each in pytree.tree_leaves(found) if depth else ():
         yield from _reached(each, depth - 1)
-
-
-def _is_compiled(value: Any) -> bool:
-    can_be = isinstance(value, torch.nn.Module | types.FunctionType)
-    return isinstance(value, TrainStep) or (can_be and torch_private.is_compiled(value))
 
 
 @contextlib.contextmanager
@@ -208,11 +199,8 @@ def _restored(
     own = [table for each in modules for table in (each._parameters, each._buffers)]
     tables: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in own]
     values = [*(value for _, before in tables for value in before.values()), *params]
-    kept = [
-        (value, _copy(value))
-        for value in {id(value): value for value in values}.values()
-        if value is not None and not torch.nn.parameter.is_lazy(value)
-    ]
+    there = [each for each in dict.fromkeys(values) if each is not None]
+    kept = [(each, _copy(each)) for each in there if not torch.nn.parameter.is_lazy(each)]
     gradients = [(each, each.grad) for each in (*tensors, *params) if each.is_leaf]
     states = [(each, copy.deepcopy(each.state_dict())) for each in optimizers]
     for each, _ in gradients:

@@ -26,8 +26,6 @@ class PartitionReport(PartitionSummary):
 
     calls: int = 0
     """But for warm-ups."""
-    replays: int = 0
-    """Those that a CUDA graph made."""
     counts: dict[str, int] = field(default_factory=dict)
     """The growth of its `cgpass.counters()`."""
     recordings: tuple[RecordingNote, ...] = ()
@@ -40,6 +38,11 @@ class PartitionReport(PartitionSummary):
     """Memory of its recordings' outputs."""
     device_ms: float | None = None
     """Mean time of a call on the device; None where none was timed."""
+
+    @property
+    def replays(self) -> int:
+        """Calls that a CUDA graph made."""
+        return self.counts.get("replays", 0)
 
 
 @dataclass(frozen=True, kw_only=True)

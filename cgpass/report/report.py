@@ -6,7 +6,7 @@ import json
 import os
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ from cgpass.report import text
 from cgpass.report.model import Facts
 from cgpass.report.text import milliseconds, share
 
-SCHEMA: Final = 5
+SCHEMA: Final = 6
 """Version of the dictionaries that `Report.to_dict` gives."""
 
 
@@ -155,10 +155,6 @@ def diff(old: Report, new: Report) -> str:
     return "\n".join(row for line in lines for row in text.wrapped(line)) or "nothing changed"
 
 
-def _recordings(counters: Mapping[str, int]) -> str:
-    return f"{counters.get('recordings', 0)} made, {counters.get('replays', 0)} replays"
-
-
 _COMPARED: Final[Sequence[tuple[str, str, Callable[[Any], str]]]] = (
     ("cgpass", "cgpass", str),
     ("torch", "torch", str),
@@ -166,7 +162,11 @@ _COMPARED: Final[Sequence[tuple[str, str, Callable[[Any], str]]]] = (
     ("operators in graphs", "work", lambda work: share(*work)),
     ("boundaries", "boundaries", str),
     ("calls without a graph", "plain_calls", str),
-    ("recordings", "counters", _recordings),
+    (
+        "recordings",
+        "counters",
+        lambda n: f"{n.get('recordings', 0)} made, {n.get('replays', 0)} replays",
+    ),
     ("a call with graphs", "ms", milliseconds),
     ("a call without", "plain_ms", milliseconds),
 )

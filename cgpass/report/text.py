@@ -13,7 +13,7 @@ from cgpass.telemetry.reason import OTHER_FIXES, Reason, many
 
 WIDTH: Final = 100
 _LISTED: Final = 12
-"""Findings that the text lists."""
+"""Findings that the text lists, and operators or inputs that one of them names."""
 _ROW: Final = "    {:24} {:>6} {:>6} {:>8} {:>8} {:>10} {:>8} {:>12}"
 """Of the table of partitions; longer names have a line of their own."""
 NOTHING: Final = (
@@ -124,7 +124,7 @@ def findings(report: Facts) -> list[Reason]:
     for alike in found.values():
         ops = [each.op for _, each in alike if each.op]
         count = sum(each.count for _, each in alike)
-        reason = replace(alike[0][1], op=listed([*dict.fromkeys(ops)], 8), count=count)
+        reason = replace(alike[0][1], op=listed([*dict.fromkeys(ops)], _LISTED), count=count)
         joined.append((sum(weight for weight, _ in alike), reason))
     joined.sort(key=lambda pair: (pair[1].fix.startswith("leave it"), -pair[0]))
     return [each for _, each in joined]
@@ -142,8 +142,7 @@ def _found(report: Facts) -> Iterator[tuple[float, Reason]]:
         yield 0, reason
     for graph in report.graphs:
         weight = graph.calls * graph.num_ops
-        for reason in graph.why if graph.skip is not None else ():
-            yield weight, _at(graph.name, reason)
+        yield from ((weight, _at(graph.name, reason)) for reason in graph.why)
         if graph.skip is not None and not graph.why:
             why, _, fix = graph.skip.partition("; ")
             yield weight, Reason("", "", f"it runs without CUDA graphs: {why}", fix, graph.name)
@@ -159,10 +158,10 @@ def _of_partition(where: str, part: PartitionReport) -> Iterator[tuple[float, Re
     lost = (part.calls - part.replays) * part.num_ops
     for reason in part.reasons:
         yield lost or part.calls, _at(where, reason)
-    for each in part.copied_inputs:
-        if each.moved:
-            moved = f"{each.name} has moved: each such call copies its {size(each.num_bytes)}"
-            yield 1, Reason("moved", "", moved, OTHER_FIXES["new_tensor"], each.line or where)
+    for each in (each for each in part.copied_inputs if each.moved):
+        name = f"{each.name} ({size(each.num_bytes)})"
+        moved = Reason("moved", name, _MOVED, OTHER_FIXES["new_tensor"], each.line or where)
+        yield 1, replace(moved, count=0)
     causes = Counter(note.cause for note in part.recordings if note.cause != "first")
     for cause, count in causes.items():
         notes = [note for note in part.recordings if note.cause == cause]
@@ -174,6 +173,7 @@ def _of_partition(where: str, part: PartitionReport) -> Iterator[tuple[float, Re
         yield rescues, Reason("rescues", "", held, _DROP, where)
 
 
+_MOVED: Final = "moved, so each call that finds it at a new place copies it"
 _CAUSES: Final = {
     "shape": OTHER_FIXES["new_shape"],
     "moved": OTHER_FIXES["new_tensor"],
@@ -249,12 +249,12 @@ def by_function(graphs: Iterable[GraphReport]) -> list[tuple[str, list[GraphRepo
     alike: dict[str, list[list[GraphReport]]] = {}
     for each in functions.values():
         alike.setdefault(repr(each), []).append(each)
-    return [(_place(same[0][0], len(same)), same[0]) for same in alike.values()]
-
-
-def _place(graph: GraphReport, times: int) -> str:
-    place = graph.place or "a function whose line is unknown"
-    return place if times == 1 else f"{place}, compiled {times} times, each time as follows"
+    found = []
+    for same in alike.values():
+        place = same[0][0].place or "a function whose line is unknown"
+        times = f", compiled {len(same)} times, each time as follows" if len(same) > 1 else ""
+        found.append((f"{place}{times}", same[0]))
+    return found
 
 
 def head(graph: GraphReport) -> str:

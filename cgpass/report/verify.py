@@ -12,13 +12,17 @@ import torch
 from cgpass import telemetry, torch_private
 from cgpass.errors import OptionError, VerificationError
 from cgpass.runtime.executor import Executor, Run, Step
+from cgpass.runtime.failures import random_state_kept, random_states
 from cgpass.runtime.partition import PartitionRunner
 from cgpass.runtime.rng import put_on_the_device
-from cgpass.runtime.writes import has_place
+from cgpass.runtime.writes import bits, has_place
 
 log = logging.getLogger(__name__)
 
 _NOT: Final = "cgpass.verify: %s: %s: not verified"
+_COMMUNICATES: Final = "a partition that communicates can't run once more alone"
+_WRONG: Final = "cgpass.verify: {}: {}. This is a fault of the capture: name the operator in unsafe_ops, and report it."
+_WRITTEN: Final = "input {}, which it writes,"
 _DRAWN: Final = "the state of generator {} (random numbers were not drawn as without a graph)"
 
 
@@ -57,88 +61,70 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
             executor.wrap(self._wrapped, self)
 
     def _wrapped(self, step: Step, run: Run) -> Run:
-        runner, calls = step.run, itertools.count(1)
-        if not isinstance(runner, PartitionRunner):
+        if not isinstance(runner := step.run, PartitionRunner):
             return run
         if runner.communicates:
-            log.warning(
-                _NOT, runner.name, "a partition that communicates can't run once more alone"
-            )
+            log.warning(_NOT, runner.name, _COMMUNICATES)
             return run
+        return functools.partial(self._run, step.made, runner, run, itertools.count(1))
 
-        check = functools.partial(self._check, step.made, runner, run)
-        is_due = lambda: not (next(calls) % self._every or runner.owner.bypassed)  # noqa: E731
-        return lambda args: check(args) if is_due() else run(args)
-
-    def _check(
-        self, made: Sequence[str], runner: PartitionRunner, run: Run, args: list[Any]
-    ) -> Any:
+    def _run(
+        self, made: Sequence[str], runner: PartitionRunner, run: Run, calls: Any, args: list[Any]
+    ) -> tuple[Sequence[Any], Any]:
+        if next(calls) % self._every or runner.owner.bypassed:
+            return run(args)
         layout, device = runner.layout, runner.owner.driver.device
         written = sorted({*layout.mutated, *runner.written})
-        generators = [value for value in args if isinstance(value, torch.Generator)]
-        generators += map(torch_private.default_generator, {torch.device("cpu"), device})
+        states, inputs = random_states(device, args), list(args)
         copies = _copied(args, [*written, *layout.pooled])
-        inputs, before = list(args), [each.get_state() for each in generators]
 
-        def found(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-            return [*outputs, *(inputs[i] for i in written), *(g.get_state() for g in generators)]
+        def found(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[tuple[str, Any]]:
+            names = made or ["unnamed"] * len(outputs)
+            named = [(f"output {n} ({names[n]})", each) for n, each in enumerate(outputs)]
+            named += [(_WRITTEN.format(layout.infos[i].name), inputs[i]) for i in written]
+            return named + [(_DRAWN.format(n), g.get_state()) for n, (g, _) in enumerate(states)]
 
-        def set_states(states: Sequence[torch.Tensor]) -> None:
-            for generator, state in zip(generators, states, strict=True):
+        def without_a_graph() -> list[tuple[str, Any]]:
+            args = _copied(copies, written)
+            put_on_the_device(args, layout.seeds, device)
+            for generator, state in states:
                 generator.set_state(state)
-
-        def without_a_graph() -> list[Any]:
-            values = _copied(copies, written)
-            put_on_the_device(values, layout.seeds, device)
-            inputs = list(values)
-            set_states(before)
+            inputs = list(args)
             with torch.inference_mode(False), torch.no_grad():
-                return found(runner.fn(values), inputs)
+                return found(runner.fn(args), inputs)
 
         outputs, recording = run(args)
         if recording is None:
             return outputs, recording
         self.checked += 1
-        made = made or ["unnamed"] * len(outputs)
-        names = [f"output {n} ({name})" for n, name in enumerate(made)]
-        names += [f"input {layout.infos[i].name}, which it writes," for i in written]
-        names += [_DRAWN.format(n) for n in range(len(generators))]
-        ours = found(outputs, inputs)
-        try:
-            plain = without_a_graph()
-            different = next(filter(None, map(_difference, names, ours, plain)), None)
-            if different and any(map(_difference, names, plain, without_a_graph())):
+        with random_state_kept(device, inputs):
+            ours, plain = found(outputs, inputs), without_a_graph()
+            different = _difference(ours, plain)
+            if different and _difference(plain, without_a_graph()):
                 self._warned(_NOT, runner.name, "runs without graphs differ among themselves")
             elif different:
-                raise VerificationError(
-                    f"cgpass.verify: {runner.name}: {different}. This is a fault of the capture: name the operator in "
-                    "unsafe_ops, and report it."
-                )
-        finally:
-            set_states(ours[len(ours) - len(generators) :])
+                raise VerificationError(_WRONG.format(runner.name, different))
         return outputs, recording
 
 
 def _copied(args: Sequence[Any], positions: Sequence[int]) -> list[Any]:
     """Inputs, with copies of all that shares memory with those at some positions."""
-    touched = [args[i].untyped_storage() for i in positions if has_place(args[i])]
-    clones = {storage._cdata: storage.clone() for storage in touched}
     places = [value.untyped_storage()._cdata if has_place(value) else None for value in args]
+    clones = {places[i]: args[i].untyped_storage().clone() for i in positions if places[i]}
     return [
         torch_private.on_storage(clones[place], value) if place in clones else value
         for place, value in zip(places, args, strict=True)
     ]
 
 
-def _difference(name: str, a: Any, b: Any) -> str | None:
-    """Describe a value's difference from its value without a graph; None if the bits are the same."""
-    if not isinstance(a, torch.Tensor):
-        return None if a is b or a == b else f"{name} is {a!r}, and {b!r} without a graph"
-    flat = (t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1, 1) for t in (a, b))
-    ours, plain = (each.view(torch.uint8) for each in flat)
-    if not (count := int((ours != plain).any(-1).sum())):
-        return None
-    kind = f"{str(a.dtype).removeprefix('torch.')}{list(a.shape)}"
-    return (
-        f"{name} ({kind}) differs in {count} of {a.numel()} elements from its value without a graph"
-    )
+def _difference(ours: Sequence[tuple[str, Any]], plain: Sequence[tuple[str, Any]]) -> str | None:
+    """Describe the first value that is another one without a graph; None if all bits are the same."""
+    for (name, a), (_, b) in zip(ours, plain, strict=True):
+        if not isinstance(a, torch.Tensor):
+            if a is not b and a != b:
+                return f"{name} is {a!r}, and {b!r} without a graph"
+        elif count := int((bits(a) != bits(b)).view(-1, a.itemsize).any(-1).sum()):
+            kind = f"{str(a.dtype).removeprefix('torch.')}{list(a.shape)}"
+            which = f"{count} of {a.numel()} elements"
+            return f"{name} ({kind}) differs in {which} from its value without a graph"
+    return None

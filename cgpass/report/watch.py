@@ -118,11 +118,11 @@ def live(runs: Iterable[telemetry.GraphRun]) -> list[Executor]:
 
 def owners(before: telemetry.Moment) -> list[Owner]:
     """Owners of graphs that live, and were called since."""
-    calls, found = telemetry.now().calls, dict[int, Owner]()
+    calls, found = telemetry.now().calls, list[telemetry.GraphRun]()
     for number, (_, runs) in telemetry.graph_runs().items():
         if calls.get(number, 0) > before.calls.get(number, 0):
-            found.update((id(each.owner), each.owner) for each in live(runs) if each.owner)
-    return list(found.values())
+            found += runs
+    return [*dict.fromkeys(each.owner for each in live(found) if each.owner)]
 
 
 def _graph(
@@ -143,7 +143,6 @@ def _graph(
             notes = [replace(note, record_ms=None, warm_up_ms=None) for note in notes]
         captured[name] = {
             "calls": grown["calls"] - excused(grown),
-            "replays": grown["replays"],
             "counts": grown,
             "recordings": tuple(notes),
             "reasons": part.reasons.told(grown, noted),
@@ -161,9 +160,8 @@ def _graph(
         for part in summary.partitions
     )
     ops = summary.num_ops or sum(part.num_ops for part in parts)
-    told: dict[str, Any] = {"partitions": parts, "why": counted(summary.why)}
-    told |= {"num_ops": ops, "calls": calls}
-    return GraphReport(**vars(summary) | told)
+    told: dict[str, Any] = vars(summary) | {"why": counted(summary.why), "num_ops": ops}
+    return GraphReport(**told | {"partitions": parts, "calls": calls})
 
 
 def _memory(runner: PartitionRunner) -> dict[str, Any]:
@@ -209,39 +207,31 @@ class _Clock(contextlib.ExitStack):
         """Time what runs a graph, which may be new."""
         self._end_period(self._period, None)
         for each in live([run]):
-            device = None if each.owner is None else each.owner.driver.device
-            if device is not None and device.type == "cuda":
+            if each.owner and (device := each.owner.driver.device).type == "cuda":
                 each.wrap(functools.partial(self._wrapped, number, device), self)
 
     def _wrapped(self, number: int, device: torch.device, step: Step, run: Run) -> Run:
         stats = step.run.stats if isinstance(step.run, PartitionRunner) else CallStats()
-        key, event = (number, step.name), functools.partial(_event, device)
+        key = number, step.name
 
         def timed(values: list[Any]) -> Any:
             if self._skips > 0:
                 self._skips -= 1
                 return run(values)
-            return self._run(key, event, stats, run, values)
+            period, settled = self._period, (stats.warmups, stats.recordings)
+            if torch.cuda.is_current_stream_capturing() or not (period or stats.replays):
+                return run(values)
+            begin = _event(device)
+            if period and key == period[0][0]:
+                self._end_period(period, begin)
+                return run(values)
+            result = run(values)
+            period.append((key, begin, _event(device), result[1] is not None))
+            if settled != (stats.warmups, stats.recordings) or len(period) >= _LONGEST:
+                self._end_period(period, None)
+            return result
 
         return timed
-
-    def _run(
-        self, key: Key, event: Callable[[], Any], stats: CallStats, run: Run, values: list[Any]
-    ) -> Any:
-        period = self._period
-        is_first = not period
-        if torch.cuda.is_current_stream_capturing() or (is_first and not stats.replays):
-            return run(values)
-        begin = event()
-        if not is_first and key == period[0][0]:
-            self._end_period(period, begin)
-            return run(values)
-        settled = stats.warmups, stats.recordings
-        result = run(values)
-        period.append((key, begin, event(), result[1] is not None))
-        if settled != (stats.warmups, stats.recordings) or len(period) >= _LONGEST:
-            self._end_period(period, None)
-        return result
 
     def _end_period(self, period: list[_Timed], end: Any) -> None:
         """Keep a period if it has an end, and choose when the next one begins.

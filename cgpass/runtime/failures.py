@@ -27,13 +27,20 @@ class OnFailure(Protocol):
         ...
 
 
-@contextlib.contextmanager
-def random_state_kept(device: torch.device, args: Iterable[Any]) -> Iterator[None]:
-    """Leave every generator where it is that work on `device` with inputs `args` may draw from."""
+def random_states(
+    device: torch.device, args: Iterable[Any]
+) -> list[tuple[torch.Generator, torch.Tensor]]:
+    """Return every generator that work on `device` with inputs `args` may draw from, and where it is."""
     generators = [torch.default_generator, *(a for a in args if isinstance(a, torch.Generator))]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index])
-    states = [(g, g.get_state()) for g in generators]
+    return [(g, g.get_state()) for g in generators]
+
+
+@contextlib.contextmanager
+def random_state_kept(device: torch.device, args: Iterable[Any]) -> Iterator[None]:
+    """Leave every generator where it is that work on `device` with inputs `args` may draw from."""
+    states = random_states(device, args)
     try:
         yield
     finally:

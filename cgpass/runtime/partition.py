@@ -54,15 +54,16 @@ from cgpass.runtime.recording import Recorder, Recording
 from cgpass.runtime.rng import forward_states, note_positions, put_on_the_device
 from cgpass.runtime.table import RecordingTable, Seen
 from cgpass.runtime.writes import Changes
-from cgpass.telemetry import CallStats, new_call_stats, progress, tracing
+from cgpass.telemetry import CallStats, new_call_stats, progress
 from cgpass.telemetry.reason import OTHER_FIXES, CallReasons, many
-from cgpass.telemetry.summaries import RECORDINGS_KEPT, RecordingNote
-from cgpass.telemetry.tracing import NOWHERE, Source
+from cgpass.telemetry.summaries import RecordingNote, Source
 
 log = logging.getLogger(__name__)
 
 _NAMED: Final = 3
 """Inputs that a text names."""
+_NOTES: Final = 64
+"""Recordings of which it is kept why they were made."""
 _MOVES: Final = 3
 """Calls in turn with an input at a new place that can't be copied, until a warning says so: a parameter may be replaced
 once or twice, and one that goes on moving moves in each."""
@@ -102,7 +103,7 @@ class PartitionRunner:
     name: str
     """For messages; with the place of `source`, once it is made."""
     on_failure: OnFailure | None = None
-    source: Source = NOWHERE
+    source: Source = field(default_factory=Source)
     opaque: bool = False
     """True if kernels of `fn` bypass aten."""
     is_backward: bool = False
@@ -125,7 +126,7 @@ class PartitionRunner:
         self.stats: CallStats = new_call_stats()
         self.reasons = CallReasons()
         """Why calls ran without a graph."""
-        self.notes: deque[RecordingNote] = deque(maxlen=RECORDINGS_KEPT)
+        self.notes: deque[RecordingNote] = deque(maxlen=_NOTES)
         """Why the newest recordings were made."""
         self.layout = layout = Layout(
             infos,
@@ -508,7 +509,6 @@ class PartitionRunner:
         note = RecordingNote(
             *cause,
             recording.copied_bytes,
-            recording.slot,
             (time.perf_counter() - self._started) * 1e3,
             self._warm_up_ms,
         )
@@ -517,7 +517,10 @@ class PartitionRunner:
         self.stats.recordings += 1
         self.stats.rerecordings += note.cause == "moved"
         log.info("%s: recording %d made: %s", self.name, self.stats.recordings, note.detail)
-        tracing.add_recording(self._traced_as, self.stats.recordings, note, self.source)
+        number, partition = self.stats.recordings, self._traced_as
+        told = {"partition": partition, "function": self.source.place, "recording": number}
+        traced_as = f"{partition.replace(' ', '_')}_recording_{number}"
+        torch_private.trace(traced_as, lambda: told | vars(note), self.source.trace_id)
         recording.made_for, recording.draws = seen.made_for, seen.draws
         if self.is_backward and not self._first_slot:
             recording.backward = self

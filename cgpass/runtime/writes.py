@@ -33,7 +33,7 @@ class Changes:
 
     def __init__(self, inputs: Sequence[Any], positions: Iterable[int]) -> None:
         self._before = [
-            (i, inputs[i], _bits(inputs[i]).clone())
+            (i, inputs[i], bits(inputs[i]).clone())
             for i in positions
             if not overlaps_itself(inputs[i])
         ]
@@ -44,11 +44,12 @@ class Changes:
             i
             for i, value, before in self._before
             if value.numel() * value.element_size() != before.numel()
-            or not torch.equal(_bits(value), before)
+            or not torch.equal(bits(value), before)
         )
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes in a row: a view, or a copy where it isn't contiguous."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     return tensor.contiguous().view(-1).view(torch.uint8)
 

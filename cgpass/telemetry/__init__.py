@@ -59,14 +59,12 @@ class CompileStats:
     leaves out because they are too small don't count."""
 
 
+@dataclass(eq=False)
 class ByHand(CallStats):
     """Counts of what was graphed by hand: it belongs to no compiled graph, and summaries list it by itself."""
 
+    name: str = ""
     whole_calls = later_calls = 0
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
 
     def explain(self) -> str:
         """Describe its calls."""
@@ -133,7 +131,7 @@ compile_stats = _registry.compiled
 
 def new_call_stats(name: str | None = None) -> CallStats:
     """Counts for one more captured partition, or for what was graphed by hand if it has a name."""
-    stats = CallStats() if name is None else ByHand(name)
+    stats = CallStats() if name is None else ByHand(name=name)
     with _registry.lock:
         _registry.calls.append(stats)
         if name is not None:
@@ -223,8 +221,9 @@ def counters() -> dict[str, int]:
             counts[spec.name] = sum(getattr(stats, spec.name) for stats in _registry.calls)
         parts = [part for graph, _ in _registry.graphs.values() for part in graph.partitions]
     counts["partitions_captured"] = sum(part.captured for part in parts)
-    counts["partitions_eager"] = len(parts) - counts["partitions_captured"]
-    counts["skips"] += sum(part.skipped for part in parts)
+    eager = [part for part in parts if not part.captured]
+    counts["partitions_eager"] = len(eager)
+    counts["skips"] += sum(not all(each.is_chosen for each in part.reasons) for part in eager)
     return counts
 
 
@@ -269,7 +268,7 @@ def summary_began() -> Moment:
     return _registry.since
 
 
-class _Named(logging.Handler):
+class NamedWarnings(logging.Handler):
     """Prints warnings with our name before them where nobody set up logging; Python would print them bare."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -278,8 +277,3 @@ class _Named(logging.Handler):
         if sys.stderr is not None and logging.lastResort is not None and not others:
             text = self.format(record)
             sys.stderr.write(f"{'' if text.startswith('cgpass') else 'cgpass: '}{text}\n")
-
-
-def name_warnings() -> None:
-    """Have warnings of `cgpass.*` say who speaks where nobody set up logging."""
-    logging.getLogger("cgpass").addHandler(_Named(logging.WARNING))

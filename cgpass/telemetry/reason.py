@@ -33,30 +33,12 @@ OTHER_FIXES: Final = {
     "each cause",
 }
 """Remedies, by code, where no rule about an operator is the reason."""
-OTHER_OPTIONS: Final = "compile it once, with one set of options, or call torch.compiler.reset() before you change them"
+OTHER_OPTIONS: Final = "compile it once, for one backend and with one set of options, or call torch.compiler.reset() before you change them"
 """What a user can do where other options had a function compiled as often as torch allows."""
 
 _SIZE: Final = re.compile(r"^(.+)\.size\((\d+)\)$")
-_ORDINALS: Final = ("first", "second", "third")
-
-
-def is_size(name: str) -> bool:
-    """Tell whether an input is the size of a dimension, by its name."""
-    return _SIZE.match(name) is not None
-
-
-def new_value(name: str) -> tuple[str, str]:
-    """Describe an input with new values by its name, as `the first dimension of x`, and give the remedy."""
-    size = _SIZE.match(name)
-    if size is None:
-        return f"the number {name}", "pass it as a 0-dim tensor on the device"
-    dim = int(size[2])
-    which = f"the {_ORDINALS[dim]} dimension" if dim < len(_ORDINALS) else f"dimension {dim}"
-    if dim == 0:
-        fix = "use few sizes: pad the batch, or drop the last one (drop_last=True)"
-    else:
-        fix = f"pad {which} to a few sizes"
-    return f"{which} of {size[1]}", fix
+"""The size of a dimension, by the name of the input."""
+_BATCHES: Final = "use few sizes: pad the batch, or drop the last one (drop_last=True)"
 
 
 def many(count: float, noun: str) -> str:
@@ -110,11 +92,8 @@ _MANY: Final = 0.2
 def excused(counts: Mapping[str, int]) -> int:
     """Warm-ups that are no calls without a graph: all, unless calls go on warming up what is never recorded."""
     idle = counts["warmups"] - counts["recordings"]
-    return (
-        counts["recordings"]
-        if idle > _FEW and idle > _MANY * counts["calls"]
-        else counts["warmups"]
-    )
+    goes_on = idle > max(_FEW, _MANY * counts["calls"])
+    return counts["recordings" if goes_on else "warmups"]
 
 
 Noted = tuple[Counter[str], Counter[tuple[str, str, str | None]]]
@@ -177,8 +156,8 @@ def _new(code: str, name: str, line: str | None, count: int, calls: int) -> Reas
         fix = (
             "keep gradients in place with zero_grad(set_to_none=False): backwards add to them then"
         )
-    elif code == "new_shape" and is_size(name):
-        fix = new_value(name)[1]
+    elif code == "new_shape" and (size := _SIZE.match(name)):
+        fix = _BATCHES if size[2] == "0" else f"pad dimension {size[2]} of {size[1]} to a few sizes"
     return Reason(code, name, detail, fix, line)
 
 

@@ -1,13 +1,24 @@
 """Summaries of compiled graphs, partitions and recordings for reports: texts and numbers, nothing of the user's."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any
 
 from cgpass.telemetry.reason import Reason, many
 
-RECORDINGS_KEPT: Final = 64
-"""Recordings of a partition of which it is known why they were made."""
+
+@dataclass(frozen=True)
+class Source:
+    """The origin of what is compiled, for messages and traces."""
+
+    place: str | None = None
+    """The line where the function begins, `model.py:41 in forward`."""
+    trace_id: Any = None
+    """What torch's trace lists its compilation under."""
+
+    def of(self, name: str) -> str:
+        """`name`, with where it is from if that is known."""
+        return name if self.place is None else f"{name} of {self.place}"
 
 
 @dataclass(frozen=True)
@@ -20,11 +31,6 @@ class PartitionSummary:
     """Operators of its graph, before any are fused."""
     reasons: tuple[Reason, ...] = ()
     """Why it is not captured, one for each operator to blame."""
-
-    @property
-    def skipped(self) -> bool:
-        """True if something in it can't be captured."""
-        return not self.captured and not all(reason.is_chosen for reason in self.reasons)
 
 
 @dataclass(frozen=True)
@@ -58,18 +64,13 @@ class GraphSummary:
         if self.skip is not None:
             count = many(self.num_ops, "operator")
             return f"{self.name}: runs without CUDA graphs ({count}): {self.skip}"
-        captured = [p for p in self.partitions if p.captured]
-        eager = [p for p in self.partitions if not p.captured]
-        head = (
-            f"{self.name}: {many(len(captured), 'partition')} captured ({_operators(captured)}), "
-            f"{len(eager)} eager ({_operators(eager)})"
+        captured, eager = (
+            [p for p in self.partitions if p.captured is kind] for kind in (True, False)
         )
+        ops = [many(sum(p.num_ops for p in parts), "operator") for parts in (captured, eager)]
+        head = f"{self.name}: {many(len(captured), 'partition')} captured ({ops[0]}), {len(eager)} eager ({ops[1]})"
         why = [f"  {p.name}: {reason}" for p in self.partitions for reason in counted(p.reasons)]
         return "\n".join([head, *why])
-
-
-def _operators(parts: Sequence[PartitionSummary]) -> str:
-    return many(sum(part.num_ops for part in parts), "operator")
 
 
 def counted(found: Iterable[Reason]) -> tuple[Reason, ...]:
@@ -93,8 +94,6 @@ class RecordingNote:
     """The same as a sentence, with names, addresses and lines."""
     copied_bytes: int
     """Bytes that each replay copies."""
-    pool: int
-    """Which of the function's pools it lies in."""
     record_ms: float | None
     """Host time of capturing and instantiating it; None in reports of simulated graphs."""
     warm_up_ms: float | None = None

@@ -60,9 +60,9 @@ class GraphBreak:
     """True if summaries began anew since."""
 
     @property
-    def function(self) -> tuple[str, str]:
-        """File and name."""
-        return self.code.co_filename, self.code.co_name
+    def function(self) -> tuple[str, int, str]:
+        """File, first line and name."""
+        return self.code.co_filename, self.code.co_firstlineno, self.code.co_name
 
     @property
     def line(self) -> traceback.FrameSummary | None:

@@ -1,8 +1,9 @@
 """Structured traces (TORCH_TRACE) and profiles."""
 
 import contextlib
+import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,32 +29,29 @@ current_trace_id: Callable[[], Any] = CompileContext.current_trace_id
 """Returns the id under which traces list the compilation that runs now, None outside of one."""
 
 
-@contextlib.contextmanager
-def traced_under(trace_id: Any) -> Iterator[None]:
-    """A block whose traces are listed under a compilation that is over; None: under none.
+def trace(name: str, make: Callable[[], Any], trace_id: Any = None) -> None:
+    """Add what `make` returns, a text or plain data, to the structured trace; while nothing is traced, look at a list.
 
-    Source: torch/_guards.py `CompileContext`, 2.11 to 2.15.
+    It is listed under the compilation that runs now, else under that of `trace_id`, which is over.
+
+    Source: torch/_logging/_internal.py `trace_structured_artifact`; torch/_guards.py `CompileContext`, 2.11 to 2.15.
     """
-    if trace_id is None:
-        yield
+    if not is_traced():
         return
-    context = CompileContext(trace_id.compile_id)
-    context.attempt = trace_id.attempt
-    with compile_context(context):
-        yield
-
-
-def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
-    """Add a text to the structured trace; `payload` makes it, and isn't called while nothing is traced.
-
-    Source: torch/_logging/_internal.py `trace_structured_artifact`, 2.11 to 2.15.
-    """
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": name, "encoding": encoding},
-        payload_fn=payload,
-        expect_trace_id=False,
-    )
+    made = make()
+    is_text = isinstance(made, str)
+    text, kind = (made, "string") if is_text else (json.dumps(made, indent=1), "json")
+    with contextlib.ExitStack() as stack:
+        if trace_id is not None and current_trace_id() is None:
+            context = CompileContext(trace_id.compile_id)
+            context.attempt = trace_id.attempt
+            stack.enter_context(compile_context(context))
+        trace_structured(
+            "artifact",
+            metadata_fn=lambda: {"name": f"cgpass_{name}", "encoding": kind},
+            payload_fn=lambda: text,
+            expect_trace_id=False,
+        )
 
 
 profiler_state: Any = torch.autograd.profiler

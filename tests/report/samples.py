@@ -20,15 +20,14 @@ def sample(text="", **changes):
     small = "its partition would hold 1 operator that does work on the device"
     chosen = Reason("too_small", "aten.cos.default", small, "set min_partition_ops to 1", count=2)
     moved = f"weight{text} (float32[8, 8]) moved from 0x7f00 to 0x7f80"
-    first = RecordingNote("first", "the first call after the warm-up", 100, 0, 8.5, 20.0)
+    first = RecordingNote("first", "the first call after the warm-up", 100, 8.5, 20.0)
     captured = PartitionReport(
         name=f"captured_0{text}",
         captured=True,
         num_ops=40,
         calls=29,
-        replays=26,
         counts={"calls": 30, "replays": 26, "recordings": 2, "rescues": 2, "warmups": 1},
-        recordings=(first, RecordingNote("moved", moved, 3 << 20, 1, 7.25)),
+        recordings=(first, RecordingNote("moved", moved, 3 << 20, 7.25)),
         copied_inputs=(
             CopiedInput(name=f"x{text}", num_bytes=3 << 20, line=f"model.py:40 in forward{text}"),
             CopiedInput(name="mask", num_bytes=100),

@@ -374,6 +374,17 @@ def test_causes_of_recompilations(text, expected):
     assert (cause, line, hint and hint[0]) == expected
 
 
+def test_a_function_that_was_compiled_for_another_backend_is_told_to_be_compiled_once():
+    torch.compile(chain, backend="eager")(X)
+    call = torch.compile(chain, backend="cgpass")
+    with cgpass.explain() as report:
+        call(X)
+    (found,) = report.recompilations
+    assert found.line == f"test_breaks.py:{chain.__code__.co_firstlineno} in chain"
+    assert found.detail == "compiled once more: backend or options were others"
+    assert found.fix.startswith("compile it once, for one backend and with one set of options")
+
+
 def test_more_compilations_are_noted_than_torch_keeps():
     cgpass.explain(chain, X, training=False)
     before = torch_private.compilations()

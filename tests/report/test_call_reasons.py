@@ -48,6 +48,17 @@ def test_new_gradients_are_told_how_to_stay():
     assert weight.fix == OTHER_FIXES["new_tensor"]
 
 
+def test_new_sizes_are_told_which_dimension_to_pad():
+    reasons = CallReasons()
+    for _ in range(6):
+        reasons.note_changed("new_shape", [("x.size(0)", None), ("x.size(1)", None)])
+    batch, length = reasons.told(
+        {"calls": 20, "plain_calls": 0, "warmups": 6, "recordings": 1, "replays": 14}
+    )
+    assert batch.fix.startswith("use few sizes: pad the batch, or drop the last one")
+    assert length.fix == "pad dimension 1 of x to a few sizes"
+
+
 @pytest.fixture
 def simulated():
     torch.compiler.reset()

@@ -122,7 +122,7 @@ PLANTED = {
     "moved parameter": (
         moves,
         Moved.forward,
-        "weight has moved: each such call copies its 32 B [moved]",
+        "weight (32 B): moved, so each call that finds it at a new place copies it [moved]",
         "write into it in place (copy_) instead of replacing it",
     ),
     "two sizes": (

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cgpass import __main__ as command
 from cgpass.errors import ReportError
+from cgpass.report.model import CopiedInput
 from cgpass.report.report import SCHEMA, Report, diff, html
 from cgpass.report.text import NOTHING, findings, headline, milliseconds, share, size, what
 from cgpass.telemetry.reason import Reason
@@ -125,6 +126,23 @@ def test_what_is_to_be_left_comes_last_and_what_is_alike_is_counted():
     found = findings(report)
     assert (found[0].line, found[0].count) == ("a.py:2 in f", 3)
     assert found[-1].detail == "the backward is called"
+
+
+def test_parameters_that_moved_at_one_line_are_one_finding():
+    """As `load_state_dict(assign=True)` moves all of them."""
+    moved = tuple(
+        CopiedInput(name=f"layers.{n}.weight", num_bytes=2048, line="a.py:1 in f", moved=True)
+        for n in range(14)
+    )
+    base = sample()
+    graph = base.graphs[0]
+    part = dataclasses.replace(graph.partitions[0], copied_inputs=moved)
+    report = sample(graphs=(dataclasses.replace(graph, partitions=(part,)),))
+    (found,) = [each for each in findings(report) if each.line == "a.py:1 in f"]
+    assert found.op.startswith("layers.0.weight (2.0 KiB), layers.1.weight (2.0 KiB), ")
+    assert found.op.endswith(", layers.11.weight (2.0 KiB), and 2 more")
+    assert found.fix == "write into it in place (copy_) instead of replacing it"
+    assert "a.py:1 in f layers.0.weight" in joined(report)
 
 
 def test_without_a_device_the_share_is_of_operators():

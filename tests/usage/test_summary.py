@@ -205,7 +205,7 @@ def test_the_recompile_limit_is_named(fn, place):
     assert head.endswith(" eager (0 operators) (8 times)")
     (line,) = [each for each in lines if "left to eager" in each]
     assert line == (
-        f"left to eager: {place}: {said} [recompile_limit]; compile it once, with one set of options, or call "
+        f"left to eager: {place}: {said} [recompile_limit]; compile it once, for one backend and with one set of options, or call "
         "torch.compiler.reset() before you change them"
     )
     (left,) = cgpass.explain(fn(), X).left_to_eager

@@ -1,11 +1,11 @@
 """Graph breaks, and what `torch.compile` left to eager, by torch's own notes: line, cause and remedy."""
 
 import itertools
-import linecache
 import os
 import re
 import sysconfig
 import threading
+import traceback
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -135,7 +135,7 @@ def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
         if "torch._dynamo.graph_break()" in text:
             fix = "leave it: torch compiles the function called there by itself"
     elif len(users) > 1:
-        detail += f", reached from {_place(users[0])}"
+        detail += f", reached from {_at(users[0].filename, users[0].lineno, users[0].name)}"
     return replace(reason, detail=detail, fix=fix if rest is None else f"{fix}; {_LOOP}", rest=rest)
 
 
@@ -166,7 +166,8 @@ def _left_by_torch(stack: Sequence[Any]) -> str | None:
             name = _library_file(frame.filename)
             if caller.filename.startswith(_TORCH):
                 return f"what {name} runs besides"
-            return f"what {name} runs, called at {_place(caller)}"
+            where = _at(caller.filename, caller.lineno, caller.name)
+            return f"what {name} runs, called at {where}"
     return None
 
 
@@ -176,19 +177,14 @@ def _cut_short(frame: Any) -> Reason:
     Source: torch/_dynamo/symbolic_convert.py `InstructionTranslatorBase.step`, `step_graph_break`, 2.11 to 2.15.
     """
     text, rest = "a block (try:, with) has a graph break", "the rest of a function"
-    if frame is None:
-        return given_up(text, None, rest)
-    rest = f"the rest of {function_name(frame.name)} from {_at(frame.filename, frame.lineno)} on"
-    mine = threading.get_ident()
-    noted = [each for each in torch_private.graph_breaks() if each.thread == mine]
-    found = noted[-1] if noted else None
-    if found is None or found.function != (frame.filename, frame.name):
-        return given_up(text, _line(frame), rest)
-    return given_up(found.text, _line(found.line or frame), rest)
-
-
-def _place(frame: Any) -> str:
-    return _at(frame.filename, frame.lineno, frame.name)
+    if frame is not None:
+        where = _at(frame.filename, frame.lineno)
+        rest = f"the rest of {function_name(frame.name)} from {where} on"
+        mine = threading.get_ident()
+        noted = [each for each in torch_private.graph_breaks() if each.thread == mine]
+        if noted and noted[-1].function[::2] == (frame.filename, frame.name):
+            text, frame = noted[-1].text, noted[-1].line or frame
+    return given_up(text, _line(frame), rest)
 
 
 def _line(frame: Any) -> str | None:
@@ -218,7 +214,8 @@ def graph_breaks(
     found = [graph.graph_break for graph in graphs if graph.graph_break is not None]
     for each in sorted(torch_private.graph_breaks(), key=before.__contains__):
         is_earlier = each in before
-        if is_earlier and (each.over or _function_of(each) not in functions):
+        ran = _function_at(_where(each.function)) in functions
+        if is_earlier and (each.over or not ran):
             continue
         reason = replace(_of_stack(each.text, each.stack), is_earlier=is_earlier)
         users = [frame.filename for frame in each.stack if _is_users(frame)]
@@ -238,7 +235,7 @@ def left_to_eager(before: Sequence[Any]) -> list[Reason]:
     found = []
     for function, each in (_last(torch_private.compilations()) | living).items():
         is_old = id(each) in old
-        is_ours = torch_private.is_ours(each) or (function[0], function[-1]) in ours
+        is_ours = torch_private.is_ours(each) or function in ours
         counts = not is_old or (is_ours and len(function) > 1 and living.get(function) is each)
         if counts and torch_private.was_given_up(each):
             found.append(replace(_described(function, each), is_earlier=is_old))
@@ -251,12 +248,12 @@ def recompiled(before: Sequence[Any]) -> list[Reason]:
     for each in torch_private.compilations():
         text, is_new = each.recompile_reason, id(each) not in old and torch_private.is_ours(each)
         if text and is_new and each.co_name is not None and not torch_private.was_given_up(each):
-            cause, line, _ = _cause(text)
+            (cause, line, _), fix = _cause(text), OTHER_FIXES["recompiled"]
             if cause.startswith(_OTHER_BACKEND):
-                cause = "backend or options were others"
+                cause, fix = "backend or options were others", OTHER_OPTIONS
             line = line or _where((each.co_filename, each.co_firstlineno, each.co_name))
             count = found[line].count + 1 if line in found else 1
-            detail, fix = f"compiled once more: {cause}", OTHER_FIXES["recompiled"]
+            detail = f"compiled once more: {cause}"
             found[line] = Reason("recompiled", "", detail, fix, line, count=count)
     return list(found.values())
 
@@ -274,12 +271,6 @@ def _function_at(place: str | None) -> str:
     """Of `model.py:41 in forward`, the file and the name; modules of torch's own are one function."""
     where, _, name = (place or "").partition(" in ")
     return f"{where.rpartition(':')[0]} in {name}" if name else "module"
-
-
-def _function_of(noted: torch_private.GraphBreak) -> str:
-    file, name = noted.function
-    is_torchs = file.endswith(_WRAPPER)
-    return "module" if is_torchs else f"{os.path.basename(file)} in {function_name(name)}"
 
 
 def _last(notes: Iterable[Any]) -> dict[Function, Any]:
@@ -301,17 +292,11 @@ def _is_at_limit(compilation: Any) -> bool:
 
 
 def _described(function: Function, compilation: Any) -> Reason:
-    place = _where(function)
-    if _is_at_limit(compilation):
-        return _at_limit(compilation, place)
-    file, number = compilation.fail_user_frame_filename, compilation.fail_user_frame_lineno
-    line = None
-    if file and number is not None:
-        line = _at(file, number, code=linecache.getline(file, number).strip())
-    return given_up(compilation.fail_reason or compilation.fail_type, line, place)
-
-
-def _at_limit(compilation: Any, rest: str) -> Reason:
+    rest = _where(function)
+    if not _is_at_limit(compilation):
+        file, number = compilation.fail_user_frame_filename, compilation.fail_user_frame_lineno
+        frame = file and traceback.FrameSummary(file, number, "")
+        return given_up(compilation.fail_reason or compilation.fail_type, _line(frame), rest)
     limit = _LIMIT.search(compilation.fail_reason)
     option, times = limit.groups() if limit else ("recompile_limit", "so many")
     cause, line, hint = _cause(compilation.recompile_reason or "")
@@ -329,8 +314,6 @@ def _cause(text: str) -> tuple[str, str | None, re.Match[str] | None]:
 
     Source: torch/_dynamo/guards.py `get_guard_fail_reason_helper`, 2.11 to 2.15.
     """
-    found = _GUARD.match(next(iter(text.splitlines()), ""))
-    if found is None:
-        return "", None, None
-    guard, code, file, line, name = found.groups()
-    return guard, file and _at(file, line, name, code), _SETTING.search(found.string)
+    told = next(iter(text.splitlines()), "")
+    guard, code, file, line, name = _GUARD.findall(told)[0]
+    return guard, _at(file, line, name, code) if file else None, _SETTING.search(told)

@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import fx
 
+from cgpass import torch_private
 from cgpass.compile.facts.partition_tag import get_tag
 from cgpass.errors import PassError
-from cgpass.telemetry import tracing
 
 log = logging.getLogger(__name__)
 
@@ -86,9 +86,9 @@ def run_passes(passes: Sequence[Pass], gm: fx.GraphModule, ctx: PassContext) -> 
 
 def _trace(ctx: PassContext, step: str, gm: fx.GraphModule, before: str = "") -> str:
     """Add a graph that changed to torch's trace, where that goes to a file; return its text."""
-    text = graph_text(gm) if tracing.is_on() else ""
+    text = graph_text(gm) if torch_private.is_traced() else ""
     if text != before:
-        tracing.add_text(f"{ctx.stage}_{ctx.direction}_{step}", lambda: text)
+        torch_private.trace(f"{ctx.stage}_{ctx.direction}_{step}", lambda: text)
     return text
 
 
