@@ -131,10 +131,9 @@ class GraphedFunction:
         if owner is None or owner.closed or owner.driver.is_capturing():
             return self._run_plainly(None, args, kwargs)
         why = self._why_plain()
-        tensors, flags = (None, ()) if why else self.binding.bind(args, kwargs)
-        if tensors is None:
-            why = why or "in the sample, other arguments were the same tensor"
-            return self._run_plainly(why, args, kwargs)
+        tensors, flags = (why, ()) if why else self.binding.bind(args, kwargs)
+        if isinstance(tensors, str):
+            return self._run_plainly(tensors, args, kwargs)
         with owner.lock:
             owner.enter_call()
             pair, members = self._pair(owner, flags)
