@@ -3,6 +3,7 @@
 import contextlib
 import copyreg
 import re
+import weakref
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -123,9 +124,12 @@ class Target:
         own = None if getattr(run, "__self__", None) is self.plain else run
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(self, made) and not torch_private.is_exporting():
+            is_other = self is not the_one()  # made by `type(module)(...)`, as a slice of a Sequential is
+            if not is_other and not torch_private.is_exporting():
                 return function(*args, **kwargs)
-            return kind.forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+            if own is None or is_other:
+                return kind.forward(self, *args, **kwargs)
+            return own(*args, **kwargs)
 
         def alone(self: Any) -> Any:
             plain: Any = object.__new__(kind)
@@ -152,6 +156,7 @@ class Target:
         made: Any = type(kind)(kind.__name__, (kind,), members)
         module: torch.nn.Module = object.__new__(made)
         object.__setattr__(module, "__dict__", vars(self.plain))
+        the_one = weakref.ref(module)
         return module
 
 
