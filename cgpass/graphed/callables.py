@@ -182,10 +182,14 @@ class GraphedFunction:
         now = self.statics.now()  # a first run may make some
         return again, now if again is None else again.take(now)
 
-    def _run_plainly(self, why: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def note_plain(self, why: str | None) -> None:
+        """Count a call that runs without a graph, and say why, if that is worth saying."""
         self.stats.plain_calls += 1
         if why is not None:
             self.tell(f"runs without a graph: {why}.")
+
+    def _run_plainly(self, why: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.note_plain(why)
         return self.ungraphed(*args, **kwargs)
 
     # ---- recording again

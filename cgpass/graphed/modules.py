@@ -124,9 +124,15 @@ class Target:
         own = None if getattr(run, "__self__", None) is self.plain else run
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            is_other = self is not the_one()  # made by `type(module)(...)`, as a slice of a Sequential is
+            is_other = (
+                self is not the_one()
+            )  # made by `type(module)(...)`, as a slice of a Sequential is
             if not is_other and not torch_private.is_exporting():
-                return function(*args, **kwargs)
+                if type(self) is made:
+                    return function(*args, **kwargs)
+                function.note_plain(
+                    "its class changed since it was recorded (parametrize it before)"
+                )
             if own is None or is_other:
                 return kind.forward(self, *args, **kwargs)
             return own(*args, **kwargs)
