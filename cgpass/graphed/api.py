@@ -51,8 +51,8 @@ def make_graphed_callables(
         callables: A module, a function, or a tuple of them.
         sample_args: The arguments of one call, as a tuple. For a tuple of callables, one such tuple each (with an order: each
             chunk, microbatch and layer). Nested structures and values that are not tensors are allowed; such values must be
-            the same in every call, except flags (`bool`): each combination is recorded. `requires_grad` must be as in the
-            calls, and so must be which arguments are the same tensor.
+            the same in every call, except flags (`bool`): each combination is recorded. Calls run without a graph if an
+            argument requires grad that does not in the sample, or if other arguments are one tensor.
         sample_kwargs: Keyword arguments in the same way.
         modules: The modules that a function uses. Their parameters get gradients; calls check addresses of parameters and
             buffers, and modes. For a tuple of callables one such sequence each. Not needed for a module or a method of one.

@@ -59,17 +59,19 @@ class Binding:
 
     def bind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[torch.Tensor] | None, tuple[bool, ...]]:
-        """The tensors of a call, in the order of `samples`, and its flags; no tensors if others are one than in the sample.
+    ) -> tuple[list[torch.Tensor] | str, tuple[bool, ...]]:
+        """The tensors of a call, in the order of `samples`, or why a replay would be wrong for them; and its flags.
 
         Raises:
             InputError: The call does not fit the sample; says where.
         """
         tensors, flags = self._tensors(args, kwargs)
         if not fast.fits(tensors, self._likes, self._may_require_grad):
-            raise self._misfit(tensors)
+            if fast.fits(tensors, self._likes, bytes([True] * len(tensors))):
+                return self._misfit(tensors), flags
+            raise InputError(f"{self._name}: {self._misfit(tensors)}.")
         if len(tensors) > 1 and firsts(tensors) != self._firsts:
-            return None, flags
+            return "in the sample, other arguments were the same tensor", flags
         return [tensors[i] for i in self._distinct], flags
 
     def _tensors(
@@ -105,14 +107,15 @@ class Binding:
             leaves[i] = given[first]
         return pytree.tree_unflatten(leaves, self._spec)
 
-    def _misfit(self, tensors: Sequence[Any]) -> InputError:
+    def _misfit(self, tensors: Sequence[Any]) -> str:
+        """Return which of a call's tensors does not fit the sample, and how."""
         like = zip(self._places, tensors, self._likes, self._may_require_grad, strict=True)
         i, tensor, expected, requires_grad = next(
             each for each in like if not fast.fits([each[1]], [each[2]], bytes([each[3]]))
         )
-        return InputError(
-            f"{self._name}: {self._names[i]} was {_described(expected, requires_grad)} in the sample, now it "
-            f"is {_described(tensor, getattr(tensor, 'requires_grad', False))}. Convert it, or record a callable with such a sample too."
+        return (
+            f"{self._names[i]} was {_described(expected, requires_grad)} in the sample, now it "
+            f"is {_described(tensor, getattr(tensor, 'requires_grad', False))}. Convert it, or record a callable with such a sample too"
         )
 
 

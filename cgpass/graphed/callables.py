@@ -131,10 +131,9 @@ class GraphedFunction:
         if owner is None or owner.closed or owner.driver.is_capturing():
             return self._run_plainly(None, args, kwargs)
         why = self._why_plain()
-        tensors, flags = (None, ()) if why else self.binding.bind(args, kwargs)
-        if tensors is None:
-            why = why or "in the sample, other arguments were the same tensor"
-            return self._run_plainly(why, args, kwargs)
+        tensors, flags = (why, ()) if why else self.binding.bind(args, kwargs)
+        if isinstance(tensors, str):
+            return self._run_plainly(tensors, args, kwargs)
         with owner.lock:
             owner.enter_call()
             pair, members = self._pair(owner, flags)
@@ -183,10 +182,14 @@ class GraphedFunction:
         now = self.statics.now()  # a first run may make some
         return again, now if again is None else again.take(now)
 
-    def _run_plainly(self, why: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def note_plain(self, why: str | None) -> None:
+        """Count a call that runs without a graph, and say why, if that is worth saying."""
         self.stats.plain_calls += 1
         if why is not None:
             self.tell(f"runs without a graph: {why}.")
+
+    def _run_plainly(self, why: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.note_plain(why)
         return self.ungraphed(*args, **kwargs)
 
     # ---- recording again

@@ -2,7 +2,9 @@
 
 import contextlib
 import copyreg
+import functools
 import re
+import weakref
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -123,17 +125,17 @@ class Target:
         own = None if getattr(run, "__self__", None) is self.plain else run
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(self, made) and not torch_private.is_exporting():
-                return function(*args, **kwargs)
-            return kind.forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+            # others are made by `type(module)(...)`, as a slice of a Sequential is
+            is_other = self is not the_one()
+            if not is_other and not torch_private.is_exporting():
+                if type(self) is made:
+                    return function(*args, **kwargs)
+                function.note_plain("its class changed after recording (parametrize it before)")
+            if own is None or is_other:
+                return kind.forward(self, *args, **kwargs)
+            return own(*args, **kwargs)
 
-        def alone(self: Any) -> Any:
-            plain: Any = object.__new__(kind)
-            vars(plain).update(vars(self))
-            if own is not None:
-                vars(plain).setdefault("forward", own)
-            return plain
-
+        alone = functools.partial(_alone, kind, own)
         setattr(forward, "ungraphed", run)  # noqa: B010
         members: dict[str, Any] = {
             **{name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")},
@@ -148,15 +150,29 @@ class Target:
             if not hasattr(kind, name):
                 members[name] = getattr(function, name)
         if function.makes_weight_grads is not None:
-            members["backward_dw"] = function.backward_dw
+
+            def backward_dw(self: Any) -> None:
+                function.backward_dw() if self is the_one() else kind.backward_dw(self)
+
+            members["backward_dw"] = backward_dw
         made: Any = type(kind)(kind.__name__, (kind,), members)
         module: torch.nn.Module = object.__new__(made)
         object.__setattr__(module, "__dict__", vars(self.plain))
+        the_one = weakref.ref(module)
         return module
 
 
 _ORIGINAL = "_class_without_graphs"
 """Where the class of a graphed module has the one that the user's is of."""
+
+
+def _alone(kind: type, own: Callable[..., Any] | None, module: torch.nn.Module) -> Any:
+    """Return a module of the user's class with the attributes of a graphed one, and the forward that was put over its class's."""
+    plain: Any = object.__new__(kind)
+    vars(plain).update(vars(module))
+    if own is not None:
+        vars(plain).setdefault("forward", own)
+    return plain
 
 
 def _any_class(reduced: tuple[Any, ...]) -> tuple[Any, ...]:

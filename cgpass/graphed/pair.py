@@ -494,6 +494,8 @@ class _Given(torch.autograd.Function):
 
 _LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<"
 """Where files begin that are none of the user's."""
+_MODULES = str(Path(torch.nn.__file__).parent / "modules")
+"""Where those of torch's modules begin, named if the user's code has no line there, as in a Sequential."""
 
 
 @contextlib.contextmanager
@@ -510,6 +512,7 @@ def _blamed(name: str, direction: str) -> Iterator[None]:
         reason = str(error).strip().split("\n", 1)[0].rstrip(".")
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+        own = own or [frame for frame in frames if frame.filename.startswith(_MODULES)]
         where = ""
         if own:
             at = own[-1]

@@ -21,11 +21,9 @@ def counting(value: Any) -> Any:
 
     **Lifetime:** the alias shares the input's storage, and its counter if it has one; not its sizes and strides.
     """
-    if type(value) is not torch.Tensor:
-        return value
-    if value.is_inference():
+    if isinstance(value, torch.Tensor) and value.is_inference():
         return torch_private.on_storage(value.untyped_storage(), value)
-    return value.detach()
+    return value.detach() if type(value) is torch.Tensor else value
 
 
 class Changes:

@@ -8,6 +8,7 @@ import torch
 
 import cgpass
 from tests.graphed.steps import (
+    check,
     clear_grads,
     graphed_twins,
     net,
@@ -136,13 +137,26 @@ def test_tensors_that_do_not_fit_are_refused(setting):
         "callable with such a sample too": setting.randn(5, 8),
         r"now it is .* torch.float64 on": setting.randn(4, 8).double(),
         r"now it is .* on meta": torch.empty(4, 8, device="meta"),
-        "in the sample, now it is .* with requires_grad=True": setting.randn(4, 8, grad=True),
         "in the sample, now it is a float": 1.5,
         "now it is torch.sparse_coo": setting.randn(4, 8).to_sparse(),
     }
     for message, value in refused.items():
         with pytest.raises(cgpass.errors.InputError, match=message):
             graphed(value)
+
+
+def test_an_argument_that_requires_grad_where_the_sample_did_not(setting, caplog):
+    graphed, _, plain = graphed_twins(setting, net(), grad=False)
+    with torch.no_grad():
+        x = setting.randn(4, 8, grad=True)
+        same(graphed(x), plain(x))
+    assert graphed.graphed.stats.plain_calls == 0
+    check(setting, graphed, plain, x)
+    assert graphed.graphed.stats.plain_calls == 3
+    same_grads(graphed, plain)
+    (said,) = caplog.messages
+    assert "runs without a graph: args[0] was [4, 8] torch.float32 on" in said
+    assert "with requires_grad=True. Convert it, or record a callable with such a sample" in said
 
 
 @dataclasses.dataclass

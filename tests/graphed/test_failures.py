@@ -72,6 +72,13 @@ def test_a_forward_that_reads_data(setting):
     same(graphed(x.detach()), plain.linear(x))
 
 
+def test_a_module_of_torch_that_reads_data(setting):
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(8, momentum=None)).to(setting.device)
+    line = r"at batchnorm\.py:\d+ in forward: .*float\(self\.num_batches_tracked\)"
+    refuse(setting, module, (setting.randn(4, 8),), line)
+    assert module[0].num_batches_tracked == 0
+
+
 def test_a_backward_that_reads_data(setting):
     def fn(x):
         return _ReadsInBackward.apply(x.sin()).cos()

@@ -42,6 +42,38 @@ def test_copies_and_pickles_know_no_graphs(setting, duplicate, make):
     assert graphed.graphed.stats.replays >= 1
 
 
+def renewed(module):
+    other = type(module).__new__(type(module))
+    vars(other).update(vars(module))  # as DataParallel makes replicas
+    other._modules = {name: copy.deepcopy(inner) for name, inner in module.named_children()}
+    return other
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: module[:2],
+        lambda module: type(module)(torch.nn.Linear(8, 8), torch.nn.Tanh()),
+        renewed,
+    ],
+)
+def test_other_modules_of_its_class_are_others(setting, change):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    other = setting.module(change(graphed))
+    expected = setting.module(change(plain))
+    expected.load_state_dict(other.state_dict())
+    with torch.no_grad():
+        for p in [*other.parameters(), *expected.parameters()]:
+            p.mul_(2)
+    x = setting.randn(4, 8)
+    same(step(other, x)[0], step(expected, x)[0])
+    same_grads(other, expected)
+    assert graphed.graphed.stats.calls == 0
+    same(graphed(x), module(x))
+    assert graphed.graphed.stats.replays == 1
+
+
 def doubled(x):
     return x * 2
 

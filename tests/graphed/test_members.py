@@ -1,5 +1,6 @@
 """Modules whose parameters are tied, laid out anew or replaced, and whose submodules, modes or hooks change."""
 
+import copy
 import functools
 
 import pytest
@@ -223,3 +224,21 @@ def test_they_run_and_then_the_graph_again(setting, change, caplog):
         each()
     check(setting, graphed, plain, x, 2)
     assert (stats.plain_calls, stats.rerecordings) == (2, 0)
+
+
+def test_a_graphed_module_that_is_parametrized(setting, caplog):
+    module, plain = twins(setting, torch.nn.Linear(8, 8))
+    x = setting.randn(4, 8, grad=True)
+    graphed = setting.graphed(module, (x,))
+    for each in (graphed, plain):
+        torch.nn.utils.parametrizations.weight_norm(each)
+    check(setting, graphed, plain, x, 2)
+    same_grads(graphed, plain)
+    assert graphed.graphed.stats.plain_calls == 2
+    (said,) = caplog.messages
+    why = "its class changed after recording (parametrize it before)"
+    assert said == f"Linear runs without a graph: {why}."
+    check(setting, copy.deepcopy(graphed), plain, x, 1)
+    for each in (graphed, plain):
+        torch.nn.utils.parametrize.remove_parametrizations(each, "weight")
+    check(setting, graphed, plain, x, 2)

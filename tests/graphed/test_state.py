@@ -56,6 +56,20 @@ def test_no_grad(setting):
     assert only_forward.graphed.stats.plain_calls == 1
 
 
+def test_parameters_made_in_inference_mode(setting):
+    with torch.inference_mode():
+        module = setting.module(net()).requires_grad_(False)
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    for _ in range(2):
+        x = setting.randn(4, 8)
+        same(graphed(x), module(x))
+        with torch.inference_mode():
+            for p in module.parameters():
+                p.mul_(1.5)
+            same(graphed(x), module(x))
+    assert graphed.graphed.stats.plain_calls == 0
+
+
 def penalty(gradient):
     return (gradient.norm(dim=1) - 1).square().mean()
 

@@ -56,6 +56,20 @@ def test_a_backward_that_ran_plainly_is_the_modules_own(setting):
     same_grads(module, plain)
 
 
+def test_another_module_of_its_class_makes_its_own(setting):
+    graphed, module, _ = graphed_twins(setting, Split(), grad=False)
+    other, plain = twins(setting, type(graphed)())
+    x = setting.randn(4, 8)
+    graphed(x).sum().backward()
+    for fn in (other, plain):
+        fn(x).sum().backward()
+        fn.backward_dw()
+    same_grads(other, plain)
+    assert module.weight.grad is None
+    graphed.backward_dw()
+    assert module.weight.grad is not None
+
+
 def run(fns, module, xs, steps, *, weight_grads=()):
     """Gradients of inputs and parameters; `weight_grads`: what makes those that were split off, after each backward."""
     module.zero_grad()
