@@ -213,5 +213,5 @@ def is_of_wrapper(error: BaseException) -> bool:
 
     Source: torch/nn/parallel/distributed.py `forward`, torch/distributed/fsdp/_fully_shard/_fsdp_state.py, 2.11 to 2.15.
     """
-    text = str(error)
-    return "torch/nn/parallel/distributed.py" in text or "FSDP hooks" in text
+    places = "torch/nn/parallel/distributed.py", "torch/distributed/fsdp/"
+    return any(place in str(error) for place in places)
