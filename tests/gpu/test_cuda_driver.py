@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from cgpass.compile.facts.input_info import InputInfo, InputKind
-from cgpass.errors import InputError
 from cgpass.runtime.driver import CUDADriver
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.wrapper import CUDAGraphWrapper
+from tests.gpu.test_failed_captures import assert_process_is_healthy
 from tests.unit.runners import partition
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -38,16 +38,6 @@ def boxed(fn):
         return [fn(*inputs)]
 
     return call
-
-
-def assert_process_is_healthy(owner):
-    """Random ops outside, and another capture with random ops inside, both work."""
-    torch.rand(4, device="cuda")
-    runner = runner_of(owner, boxed(lambda x: x + torch.rand_like(x)), InputKind.COPIED)
-    x = torch.zeros(4, device="cuda")
-    values = [runner.run([x])[0][0].clone() for _ in range(3)]
-    assert runner.stats.replays == 2
-    assert not torch.equal(values[1], values[2])
 
 
 LIBRARIES = {
@@ -91,7 +81,7 @@ def test_a_failed_capture_leaves_the_process_healthy(owner, caplog):
             runner.run([x])
     assert (runner.stats.warmups, runner.stats.replays, runner.stats.plain_calls) == (1, 0, 2)
     assert len([r for r in caplog.records if "can't be captured" in r.getMessage()]) == 1
-    assert_process_is_healthy(owner)
+    assert_process_is_healthy()
 
 
 def test_a_failed_capture_leaves_other_recordings_with_the_users_generator(owner):
@@ -177,12 +167,6 @@ def test_calls_on_changing_streams_are_ordered():
     for x, result in zip(inputs, results, strict=True):
         assert torch.equal(result, ((x * weight).sin() * 3).cos() + x)
     assert wrapper.stats.replays == 11
-
-
-def test_wrapper_refuses_inputs_on_the_cpu():
-    wrapper = CUDAGraphWrapper(lambda a, b: a + b)
-    with pytest.raises(InputError, match="input 1 lies on cpu"):
-        wrapper(torch.ones(2, device="cuda"), torch.ones(2))
 
 
 @pytest.mark.parametrize("expandable", [True, False])

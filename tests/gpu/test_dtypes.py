@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import cgpass
-from cgpass.errors import InputError
 from tests.gpu import harness
 from tests.usage.programs import assert_replays, counted
 
@@ -150,11 +149,3 @@ def test_inductor_s_kernels(name):
     dtype = getattr(torch, name)
     counters = compare(passed_on, dtype, compiler="inductor")
     assert_replays(counters)
-
-
-def test_a_quantised_input_is_refused_with_what_to_do():
-    q = torch.quantize_per_tensor(torch.randn(4, device=harness.DEVICE), 0.1, 0, torch.qint8)
-    options = {"driver": harness.DRIVER}
-    wrapped = cgpass.CUDAGraphWrapper(lambda x: x.dequantize(), options=options)
-    with pytest.raises(InputError, match=r"quantised \(torch.qint8\).* pass its int_repr"):
-        wrapped(q)

@@ -14,6 +14,7 @@ from cgpass import __main__ as command
 from cgpass import torch_private
 from cgpass.compile.facts import breaks
 from cgpass.report.report import Report
+from tests.report.samples import joined
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
 CALLED = "; or move the code that can be compiled into its own function"
@@ -69,10 +70,6 @@ def line_of(kind, comment="the line to name"):
 
 def at(kind, comment="the line to name"):
     return f"test_breaks.py:{line_of(kind, comment)}"
-
-
-def joined(report):
-    return " ".join(str(report).split())
 
 
 # What is explained with which arguments, whose rest is left to eager, and why.

@@ -11,6 +11,7 @@ from cgpass.report import check
 from cgpass.report.report import Report
 from cgpass.telemetry.reason import NEW, OTHER_FIXES, CallReasons
 from tests.report.calls import BLAMED, CALLS
+from tests.report.samples import joined
 
 
 def told(run):
@@ -46,18 +47,6 @@ def test_new_gradients_are_told_how_to_stay():
     assert (grad.code, weight.code) == ("new_tensor", "new_tensor")
     assert grad.fix.startswith("keep gradients in place with zero_grad(set_to_none=False)")
     assert weight.fix == OTHER_FIXES["new_tensor"]
-
-
-@pytest.fixture
-def simulated():
-    torch.compiler.reset()
-    with cgpass.set_defaults(driver="simulated", compiler="eager", on_skip="silent"):
-        yield
-    torch.compiler.reset()
-
-
-def joined(text):
-    return " ".join(str(text).split())
 
 
 def limited():

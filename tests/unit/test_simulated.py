@@ -14,6 +14,7 @@ from cgpass import torch_private
 from cgpass.errors import DriverUnavailableError
 from cgpass.runtime import rng, simulated
 from cgpass.runtime.simulated import SimulatedDriver, driver_for
+from tests.operators import waits
 
 
 @pytest.fixture
@@ -80,14 +81,9 @@ def test_an_unregistered_generator_is_refused(driver):
         record(driver, lambda: [torch.rand(2, generator=generator)])
 
 
-@torch.library.custom_op("test_simulated::hidden", mutates_args=())
-def hidden(x: torch.Tensor) -> torch.Tensor:
-    return x * x.sum().item()
-
-
 @torch.library.custom_op("test_simulated::twice_hidden", mutates_args=())
 def twice_hidden(x: torch.Tensor) -> torch.Tensor:
-    return hidden(x) + 1
+    return waits(x) + 1
 
 
 @pytest.mark.parametrize(
@@ -98,7 +94,7 @@ def twice_hidden(x: torch.Tensor) -> torch.Tensor:
         lambda x: [x + torch.from_numpy(x.numpy())],
         lambda x: [x * [1, 2][torch.tensor(1)]],
         lambda x: [x.cpu() + 1],
-        hidden,
+        waits,
         twice_hidden,
     ],
 )

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import cgpass
+from tests.operators import tagged
 from tests.usage import programs
 from tests.usage.programs import (
     ALL,
@@ -332,31 +333,23 @@ def empty_results_are_enlarged(session):
 # ---- outputs that share memory although different partitions made them
 
 
-@torch.library.custom_op("holding::doubled", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def doubled(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
-doubled.register_fake(torch.empty_like)
-
-
 def output_and_later_part(x):
     y = (x * 2).sin().cos() + 1
-    z = doubled(y)
+    z = tagged(y)
     part = y[1:]
     return y, part, (part * z[1:]).sin().cos().tanh()
 
 
 def part_and_later_whole(x):
     base = (x * 2).sin().cos() + 1
-    z = doubled(base)
+    z = tagged(base)
     whole = base.view(-1)
     return base[1:], whole, (whole.view(x.shape) * z).sin().cos().tanh()
 
 
 def parts_of_what_is_not_returned(x):
     base = (x * 2).sin().cos() + 1
-    z = doubled(base)
+    z = tagged(base)
     return base[1:], base[:2], (base * z).sin().cos().tanh()
 
 

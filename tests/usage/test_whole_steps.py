@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import cgpass
+from tests.operators import tagged
 from tests.usage import programs
 from tests.usage.programs import MLP
 
@@ -675,24 +676,13 @@ def differentiable_twice(module):
     return loss_fn
 
 
-@torch.library.custom_op(
-    "whole_steps::on_host", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
-)
-def on_host(x: torch.Tensor) -> torch.Tensor:
-    return x * float(x.sum().item() > 0) + x
-
-
-on_host.register_fake(torch.empty_like)
-on_host.register_autograd(lambda ctx, grad: grad * 2)
-
-
 class HalfOnHost(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.second = MLP(), MLP()
 
     def forward(self, x):
-        return self.second(torch.ops.whole_steps.on_host(self.first(x)))
+        return self.second(tagged(self.first(x)))
 
 
 REASONS = {
