@@ -400,26 +400,6 @@ def sgd(module, lr=0.1, **settings):
     return torch.optim.SGD(module.parameters(), lr=lr, **settings)
 
 
-def train(make, make_batch, *, steps=6, lr=0.1):
-    """A program: plain SGD steps on the sum of squares."""
-
-    def program(session):
-        module, call = session.compiled(make)
-        values = []
-        for batch in make_batch(session, steps):
-            out = call(batch)
-            values.append(out.detach().clone())
-            out.square().mean().backward()
-            values += gradients(module)
-            with torch.no_grad():
-                for parameter in module.parameters():
-                    parameter -= lr * parameter.grad
-            module.zero_grad(set_to_none=True)
-        return values + state(module)
-
-    return program
-
-
 def rows(*shape):
     return lambda session, count: session.batches(*shape, count=count)
 
@@ -447,18 +427,28 @@ def sgd_step(module, call, batch, lr=0.1):
     return values + state(module)
 
 
-def changed_in_training(change, make=MLP, make_batch=None, count=12):
-    """A program that trains, and before every third step does something to the module."""
+def trained(make, make_batch=None, *, change=None, count=6):
+    """A program: steps of plain SGD, and before every third what is done to the module."""
 
     def program(session):
         module, call = session.compiled(make)
-        batches = make_batch(session, count) if make_batch else session.batches(4, 8, count=count)
-        values = []
-        for number, batch in enumerate(batches):
-            if number % 3 == 2:
+        for number, batch in enumerate((make_batch or rows(4, 8))(session, count)):
+            if change is not None and number % 3 == 2:
                 change(session, module)
-            values += sgd_step(module, call, batch)
-        return values
+            yield sgd_step(module, call, batch)
+
+    return program
+
+
+def trained_on(make, shapes, **kwargs):
+    """A program: a step of training on a batch of each of these shapes."""
+
+    def program(session):
+        module, call = session.compiled(make, **kwargs)
+        optimizer = sgd(module)
+        for shape in shapes:
+            loss = call(session.randn(*shape)).square().mean()
+            yield learn(module, loss, optimizer) + state(module)
 
     return program
 

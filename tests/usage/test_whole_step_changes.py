@@ -19,7 +19,7 @@ from cgpass import torch_private
 from tests.usage import programs
 from tests.usage.programs import MLP
 from tests.usage.test_whole_steps import Loss as Squares
-from tests.usage.test_whole_steps import Training, sgd
+from tests.usage.test_whole_steps import Training, compared, sgd
 
 EACH = 4
 """Steps after each change: in pieces where it is noticed so, then a warm-up, a recording, a replay."""
@@ -344,8 +344,7 @@ def test_a_signal_while_a_change_is_noted(way, change, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    found = programs.differences(way.run(program), way.run(program, driver="none"))
-    assert not found
+    compared(way, program)
 
 
 ON_THE_HOST = {"cpu": 3, "cuda": 0}
@@ -426,8 +425,7 @@ def with_a_scaler(session):
 
 
 def test_numbers_of_a_scaler(way):
-    found = programs.differences(way.run(with_a_scaler), way.run(with_a_scaler, driver="none"))
-    assert not found
+    compared(way, with_a_scaler)
 
 
 def flag(holder, name, *value):
@@ -618,10 +616,9 @@ def test_hooks_that_no_python_code_sees(way):
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
     try:
-        found = programs.differences(way.run(program), way.run(program, driver="none"))
+        compared(way, program)
     finally:
         torch.distributed.destroy_process_group()
-    assert not found
 
 
 def test_guards_are_the_users_to_leave_out(way):
@@ -651,8 +648,7 @@ def test_a_learning_rate_that_a_hook_sets_stays(way):
         assert rates == [0.01, 0.01, 0.01, 0.005, 0.0025, 0.00125]
         return training.found()
 
-    found = programs.differences(way.run(program), way.run(program, driver="none"))
-    assert not found
+    compared(way, program)
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["module", "closure"])
