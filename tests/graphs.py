@@ -133,6 +133,11 @@ def fake_cuda_graph(fn: Callable[..., Any], *specs: Spec | Sequence[int]) -> fx.
         return make_fx(fn, record_stack_traces=True)(*args)
 
 
+def traced(fn: Callable[..., Any], *args: Any, mode: str = "fake") -> fx.GraphModule:
+    """Trace `fn` to aten operators on fake tensors that are as the given ones."""
+    return make_fx(fn, tracing_mode=mode)(*args)
+
+
 @dataclass(frozen=True)
 class Joint:
     """A joint graph as AOTAutograd hands it to a split."""

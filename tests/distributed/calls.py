@@ -239,19 +239,15 @@ class InPlace(nn.Module):
         return self.down(Reduced.apply(self.up(x).relu()))
 
 
-def graphed(world, kind):
+def graphed_in_place(world):
     torch.manual_seed(world.rank)
-    module = kind().to(world.device)
+    module = InPlace().to(world.device)
     call, driver = module, world.options["driver"]
     if driver != "none":
         sample = (world.randn(8, WIDTH, count=1)[0],)
         options = cgpass.GraphedOptions(driver=driver)
         call = cgpass.make_graphed_callables(module, sample, options=options)
     return train(world, module, call)
-
-
-def graphed_in_place(world):
-    return graphed(world, InPlace)
 
 
 CALLS: dict[str, Callable] = {

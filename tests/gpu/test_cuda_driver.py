@@ -1,10 +1,10 @@
 """What only a real device shows of the driver: failed and foreign captures, streams, registered generators."""
 
+import functools
 import logging
 import os
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from cgpass.runtime.owner import Owner
 from cgpass.runtime.wrapper import CUDAGraphWrapper
 from tests.gpu.test_failed_captures import assert_process_is_healthy
 from tests.unit.runners import partition
+from tests.usage.programs import in_threads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -61,9 +62,7 @@ def test_a_thread_records_what_another_one_warmed_up(owner, library):
         found.append(runner.run([x])[0][0].clone())
 
     for x in xs[1:]:
-        thread = threading.Thread(target=work, args=(x,))
-        thread.start()
-        thread.join()
+        in_threads(functools.partial(work, x))
     assert runner.stats.replays >= 2  # where no handle could be made, the first thread ran plainly
     for x, y in zip(xs[1:], found, strict=True):
         torch.testing.assert_close(y, LIBRARIES[library](x))

@@ -4,7 +4,6 @@ import copy
 import functools
 import gc
 import pickle
-import threading
 import weakref
 from collections import Counter
 
@@ -14,6 +13,7 @@ import torch
 import cgpass
 from cgpass.runtime.owner import release_all
 from tests.graphed.steps import Layer, check, net, same, same_grads, twins
+from tests.usage.programs import in_threads
 
 
 def test_the_module_given_is_left_alone(setting):
@@ -106,9 +106,7 @@ def test_what_several_threads_get_is_no_memory_that_moves(setting):
     owner, x = graphed.graphed._owner, setting.randn(4, 8, grad=True)
     first = graphed(x)
     others = []
-    thread = threading.Thread(target=lambda: others.append(graphed(x)))
-    thread.start()
-    thread.join()
+    in_threads(lambda: others.append(graphed(x)))
     same(others[0], plain(x))
     second = graphed(x)
     assert owner.copies_results

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import threading
 import weakref
 
 import pytest
@@ -15,6 +14,7 @@ from cgpass.errors import DriverUnavailableError
 from cgpass.runtime import rng, simulated
 from cgpass.runtime.simulated import SimulatedDriver, driver_for
 from tests.operators import waits
+from tests.usage.programs import in_threads
 
 
 @pytest.fixture
@@ -42,9 +42,7 @@ def test_host_code_runs_once_while_nothing_is_collected(driver):
     other = SimulatedDriver()
 
     def fn(x):
-        thread = threading.Thread(target=lambda: runs.append(other.is_capturing()))
-        thread.start()
-        thread.join()
+        in_threads(lambda: runs.append(other.is_capturing()))
         runs.extend([driver.is_capturing(), other.is_capturing(), gc.isenabled()])
         return [x + len(runs)]
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import cgpass
 
@@ -171,6 +172,23 @@ def counted():
     found = {}
     yield found
     found.update({key: value - before[key] for key, value in cgpass.counters().items()})
+
+
+def noting(program, driver, found):
+    """The same program of steps; what each adds to the counters is noted where it runs with that driver."""
+
+    def noted(session):
+        steps = program(session)
+        while True:
+            with counted() as counters:
+                values = next(steps, None)
+            if values is None:
+                return
+            if session.options["driver"] == driver:
+                found.append(counters)
+            yield [value.detach().clone() for value in values]
+
+    return noted
 
 
 def assert_steady(counters, *, captured, recordings=None, eager=0, warmups=None, rerecordings=0):
@@ -376,6 +394,46 @@ class FindsRows(ReadsValue):
         x = self.first(x)
         rows = torch.nonzero(x.detach().sum(-1) > 0).shape[0]
         return self.second(x) * (rows + 1)
+
+
+class Adapted(nn.Module):
+    """A frozen matrix, and two small ones that can be switched off."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.down, self.up, self.is_on = nn.Linear(8, 2), nn.Linear(2, 8), True
+
+    def forward(self, x):
+        y = self.frozen(x)
+        return torch.tanh(y + self.up(self.down(x)) if self.is_on else y)
+
+
+class Checkpointed(nn.Module):
+    """Recomputes its layers in the backward, their dropout among it."""
+
+    def __init__(self, layer=MLP):
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+class AssignedBuffer(nn.Module):
+    """Has a buffer that is a new tensor after each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("prev", torch.zeros(8))
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x) + self.prev.to(x.device))
+        self.prev = y.detach().mean(0)
+        return y
 
 
 def gradients(module):

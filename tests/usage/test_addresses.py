@@ -130,11 +130,6 @@ def storages_resized_to_nothing_and_back(session, module):
         del taken
 
 
-def parameters_frozen_and_thawed(session, module):
-    first = module.layers[0]
-    first.requires_grad_(not first.weight.requires_grad)
-
-
 def tensors_swapped(session, module):
     for p in module.parameters():
         torch.utils.swap_tensors(p, nn.Parameter(p.detach() * 0.5))
@@ -144,7 +139,6 @@ CHANGES = (
     data_replaced_and_the_old_memory_overwritten,
     parameters_freed_and_reallocated_in_each_others_places,
     storages_resized_to_nothing_and_back,
-    parameters_frozen_and_thawed,
     tensors_swapped,
 )
 

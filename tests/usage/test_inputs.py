@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from tests.usage.programs import (
     ALL,
     MLP,
-    Block,
     Counter,
     Ways,
     assert_steady,
@@ -221,9 +220,7 @@ def one_of_two_overlapping_slices_is_written(session):
 # ---- sizes
 
 
-BY_LENGTH = [(2, n, 16) for n in (5, 7, 9, 5, 9, 7, 7, 5)]
 ONE_AND_TWO = [(n, 8) for n in (4, 1, 2, 1, 4)]
-ways.add({"lengths": trained_on(Block, BY_LENGTH, dynamic=True)})
 ways.add(
     {
         "empty inputs": trained_on(MLP, [(0, 8)] * 5),

@@ -23,30 +23,23 @@ from cgpass import telemetry, torch_private
 from tests.usage.programs import (
     ALL,
     MLP,
+    Adapted,
+    AssignedBuffer,
     Block,
+    Checkpointed,
     Ways,
     counted,
     gradients,
     learn,
+    noting,
     sgd,
     state,
     trained_on,
 )
 
 STEPS, SETTLED = 120, 60
-COUNTED = ("warmups", "plain_calls", "recordings", "replays")
-NEVER = COUNTED[:3]
+NEVER = ("warmups", "plain_calls", "recordings")
 """What a program that settled does no more."""
-
-
-def counts():
-    counters = cgpass.counters()
-    return {name: counters[name] for name in COUNTED}
-
-
-def grown(before):
-    return {name: value - before[name] for name, value in counts().items()}
-
 
 settles = Ways()
 
@@ -56,14 +49,9 @@ def check(setting, program, *, steps=STEPS, settled=SETTLED):
     changes = []
 
     def for_so_long(session):
-        made = program(session)
-        for _ in range(steps):
-            before = counts()
-            yield [value.detach().clone() for value in next(made)]
-            if session.options["driver"] == setting.driver:
-                changes.append(grown(before))
+        return itertools.islice(program(session), steps)
 
-    counters = setting.compare(for_so_long)
+    counters = setting.compare(noting(for_so_long, setting.driver, changes))
     unsettled = {
         number: change
         for number, change in enumerate(changes)
@@ -109,27 +97,13 @@ def three_pending(session):
 # ---- state
 
 
-class Attribute(nn.Module):
+class Attribute(AssignedBuffer):
     """Keeps its state in a plain attribute."""
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.prev = torch.zeros(8)
-
-    def forward(self, x):
-        y = torch.tanh(self.linear(x) + self.prev.to(x.device))
-        self.prev = y.detach().mean(0)
-        return y
-
-
-class AssignedBuffer(Attribute):
-    """Keeps it in a buffer that is a new tensor after each call."""
-
-    def __init__(self):
-        super().__init__()
         del self.prev
-        self.register_buffer("prev", torch.zeros(8))
+        self.prev = torch.zeros(8)
 
 
 def stateful(make, *, training):
@@ -154,22 +128,13 @@ settles.add(
 )
 
 
-class Checkpointed(nn.Module):
-    """Recomputes its blocks in the backward, their dropout among it."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(8, dropout=0.2) for _ in range(2))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x
+def layer():
+    return Block(8, dropout=0.2)
 
 
 settles.add(
     {
-        "checkpoint_inside": trained_on(Checkpointed, itertools.repeat((2, 3, 8))),
+        "checkpoint_inside": trained_on(lambda: Checkpointed(layer), [(2, 3, 8)] * STEPS),
         "two_batch_sizes": trained_on(MLP, [(4, 8), (8, 8)] * STEPS),
         "growing_sizes": trained_on(MLP, [(2 + min(n // 8, 6), 8) for n in range(STEPS)]),
     }
@@ -242,19 +207,6 @@ def preferences(session):
             before = reference(chosen).mean() - reference(rejected).mean()
         margin = call(chosen).mean() - call(rejected).mean() - before
         yield learn(policy, -F.logsigmoid(margin), optimizer)
-
-
-class Adapted(nn.Module):
-    """A frozen matrix, and two small ones that can be switched off."""
-
-    def __init__(self):
-        super().__init__()
-        self.frozen = nn.Linear(8, 8).requires_grad_(False)
-        self.down, self.up, self.is_on = nn.Linear(8, 2), nn.Linear(2, 8), True
-
-    def forward(self, x):
-        y = self.frozen(x)
-        return torch.tanh(y + self.up(self.down(x)) if self.is_on else y)
 
 
 @settles()
@@ -382,35 +334,24 @@ def weights_of_an_inner_loop(session):
 
 
 class Attention(nn.Module):
-    """Decodes one token with a cache of keys and values that it is given."""
-
-    def __init__(self, width=8):
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
-
-    def forward(self, x, position, keys, values):
-        keys.index_copy_(1, position, self.k(x))
-        values.index_copy_(1, position, self.v(x))
-        seen = torch.arange(keys.shape[1], device=x.device) <= position
-        scores = (self.q(x) @ keys.transpose(1, 2)).masked_fill(~seen, float("-inf"))
-        return scores.softmax(-1) @ values
-
-
-class Cached(nn.Module):
-    """The same with a cache of keys of its own."""
+    """Decodes one token, with a cache of keys of its own and one of values that it is given."""
 
     def __init__(self):
         super().__init__()
-        self.attention = Attention()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
         self.register_buffer("keys", torch.zeros(2, 6, 8))
 
     def forward(self, x, position, values):
-        return self.attention(x, position, self.keys, values)
+        self.keys.index_copy_(1, position, self.k(x))
+        values.index_copy_(1, position, self.v(x))
+        seen = torch.arange(self.keys.shape[1], device=x.device) <= position
+        scores = (self.q(x) @ self.keys.transpose(1, 2)).masked_fill(~seen, float("-inf"))
+        return scores.softmax(-1) @ values
 
 
 @settles(settings=ALL)
 def decoding_with_one_cache_that_stays_and_one_made_anew(session):
-    module, call = session.compiled(lambda: Cached().requires_grad_(False))
+    module, call = session.compiled(lambda: Attention().requires_grad_(False))
     for number in itertools.count():
         if number % 6 == 0:
             module.keys.zero_()
@@ -551,22 +492,6 @@ def test_after_its_first_steps_a_program_only_replays(way, program):
 
 
 # ---- programs that settle otherwise, and what does not grow
-
-
-class RunningMean(nn.Module):
-    """Writes its state in place."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.register_buffer("mean", torch.zeros(8))
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x):
-        y = self.linear(x)
-        self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
-        self.count += 1
-        return torch.tanh(y - self.mean)
 
 
 def runners(others=()):
@@ -721,13 +646,13 @@ def made_anew(memory):
 
 
 def buffer_that_is_made_anew(session):
-    module, call = session.compiled(RunningMean)
-    memories, order = session.batches(8), random.Random(0)
+    module, call = session.compiled(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    norm, memories, order = module[1], session.batches(8), random.Random(0)
     while True:
-        module.mean = None
-        module.mean = made_anew(order.choice(memories))
+        norm.running_mean = None
+        norm.running_mean = made_anew(order.choice(memories))
         with torch.no_grad():
-            yield [call(session.randn(4, 8)), module.mean, *memories]
+            yield [call(session.randn(4, 8)), norm.running_mean, *memories]
 
 
 def data_swapped_in_every_step(session):

@@ -53,13 +53,11 @@ def expected(changes, usual):
     }
 
 
-def one_by_one(changes, *, meanwhile=False, prepare=None, **settings):
+def one_by_one(changes, *, meanwhile=False, **settings):
     """A program: changes, each with what it makes of the steps after it."""
 
     def program(session):
         training = Training(session, **settings)
-        if prepare is not None:
-            prepare(training)
         for batch in session.batches(4, 8, count=EACH):
             training.run(batch)
         program.names, program.whole = [(len(training.values), "nothing")], {}
@@ -413,19 +411,8 @@ SCALER = {
 }
 
 
-def with_a_scaler(session):
-    scaler = torch.amp.GradScaler(session.device.type, init_scale=2.0**8, growth_interval=2)
-    prepare = lambda training: setattr(training, "scaler", scaler)  # noqa: E731
-    changes = expected(SCALER, EACH - 1)
-    program = one_by_one(changes, max_norm=1.0, scaler=scaler, prepare=prepare)
-    values = program(session)
-    if session.options["driver"] != "none":
-        assert program.whole == {name: number for name, (_, number) in changes.items()}
-    return [*values, scaler.get_scale()]
-
-
 def test_numbers_of_a_scaler(way):
-    compared(way, with_a_scaler)
+    check(way, SCALER, max_norm=1.0, scale=2.0**8)
 
 
 def flag(holder, name, *value):

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 import cgpass
 from tests.operators import tagged
 from tests.usage import programs
-from tests.usage.programs import MLP
+from tests.usage.programs import MLP, Adapted, AssignedBuffer, Checkpointed
 
 STEPS = 10
 
@@ -22,8 +22,11 @@ STEPS = 10
 class Training:
     """A module with an optimizer and a step; the values that a user sees of each."""
 
-    def __init__(self, session, make=MLP, optimizer=None, loss_fn=None, **settings):
-        self.session = session
+    def __init__(self, session, make=MLP, optimizer=None, loss_fn=None, scale=None, **settings):
+        self.session, self.scaler = session, None
+        if scale is not None:
+            scaler = torch.amp.GradScaler(session.device.type, scale, growth_interval=2)
+            settings["scaler"] = self.scaler = scaler
         self.module = session.module(make)
         made = optimizer or (lambda params: torch.optim.AdamW(params, lr=0.01, fused=True))
         self.optimizer = made(self.module.parameters())
@@ -43,6 +46,7 @@ class Training:
         values = pytree.tree_leaves(self.values)
         values = [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
         values += programs.state(self.module)
+        values += [self.scaler.get_scale()] if self.scaler else []
         optimizers = self.optimizer if isinstance(self.optimizer, list) else [self.optimizer]
         for optimizer in optimizers:
             for state in optimizer.state.values():
@@ -137,29 +141,6 @@ class Branches(nn.Module):
         return self.used(x)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([MLP(), MLP()])
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
-        return x
-
-
-class Adapted(nn.Module):
-    """A frozen matrix, and two small ones that learn."""
-
-    def __init__(self):
-        super().__init__()
-        self.frozen = nn.Linear(8, 8).requires_grad_(False)
-        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
-
-    def forward(self, x):
-        return self.frozen(x) + self.up(self.down(x))
-
-
 def with_results(module):
     def loss_fn(x):
         out = module(x)
@@ -174,20 +155,6 @@ def two_terms(module):
         return module(x).square().mean() + sum(p.square().sum() for p in module.parameters())
 
     return loss_fn
-
-
-class NewBuffer(nn.Module):
-    """Assigns a buffer anew in each call."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = MLP()
-        self.register_buffer("mean", torch.zeros(8))
-
-    def forward(self, x):
-        out = self.body(x) + self.mean
-        self.mean = out.detach().mean(0)
-        return out
 
 
 def assign_parameters(training):
@@ -326,7 +293,6 @@ USES = {
     "resnet": of_family(Resnet),
     "plain": use(),
     "clipping": use(max_norm=0.1),
-    "sgd with momentum": use(optimizer=sgd(0.9)),
     "a schedule of groups": use(
         every=schedule("CosineAnnealingLR", T_max=5), optimizer=groups_of, max_norm=1.0
     ),
@@ -346,7 +312,7 @@ USES = {
     "adapters": use(make=Adapted),
     "a penalty": use(loss_fn=two_terms),
     "accumulated": use(accumulate=3, whole=0),
-    "a new buffer in each step": use(make=NewBuffer),
+    "a new buffer in each step": use(make=AssignedBuffer),
     "parameters replaced": use(change=assign_parameters, whole=4),
     "data swapped in every step": use(every=lambda training, _: swap_data(training)),
     "steps by hand": use(every=steps_by_hand),
@@ -372,7 +338,6 @@ USES = {
     ),
     "results beside the loss": use(loss_fn=with_results),
     "an input as a result": use(loss_fn=lambda m: lambda x: (m(x).square().mean(), x), whole=0),
-    "a module as the loss": use(loss_fn=Loss),
     "a compiled module as the loss": use(loss_fn=lambda m: torch.compile(Loss(m))),
     "a schedule of one cycle": use(
         every=schedule("OneCycleLR", begin=3, max_lr=0.1, total_steps=20, cycle_momentum=False),
@@ -470,13 +435,12 @@ def test_numbers_are_those_of_a_loop_written_by_hand(way):
 
 
 def scaled(session, *, max_norm):
-    scaler = torch.amp.GradScaler(session.device.type, init_scale=2.0**10, growth_interval=2)
-    training = Training(session, scaler=scaler, max_norm=max_norm)
+    training = Training(session, scale=2.0**10, max_norm=max_norm)
     for number, batch in enumerate(session.batches(4, 8, count=STEPS)):
         if number in (3, 6):
             batch[0, 0] = float("inf")
         training.run(batch)
-        training.values.append(scaler._scale.clone())
+        training.values.append(training.scaler._scale.clone())
     assert training.step.whole_calls == (0 if session.options["driver"] == "none" else STEPS - 1), (
         training.step.explain()
     )
@@ -621,20 +585,18 @@ def raising(session):
     return training.found()
 
 
-def held(session):
-    """Losses and norms of all steps are held, and are what they were."""
-    training = Training(session, max_norm=1.0)
-    copies = []
-    for batch in session.batches(4, 8, count=STEPS):
-        training.run(batch)
-        copies.append([value.clone() for value in training.values[-2:]])
-    now = list(zip(training.values[::2], training.values[1::2], strict=True))
-    for before, after in zip(copies, now, strict=True):
-        assert all(map(torch.equal, before, after))
-    return training.found()
-
-
 def test_results_are_the_users_own(way):
+    """Losses and norms of all steps are held, and are what they were."""
+
+    def held(session):
+        training = Training(session, max_norm=1.0)
+        copies = []
+        for batch in session.batches(4, 8, count=STEPS):
+            training.run(batch)
+            copies += [value.clone() for value in training.values[-2:]]
+        assert all(map(torch.equal, copies, training.values))
+        return training.found()
+
     compared(way, held)
 
 
@@ -699,9 +661,9 @@ def test_pieces_say_why(way, name, caplog):
 
 
 @pytest.mark.parametrize(
-    ("scaler", "outputs"), [(False, "shared"), (True, "shared"), (False, "owned")]
+    ("scale", "outputs"), [(None, "shared"), (2.0**8, "shared"), (None, "owned")]
 )
-def test_parts_that_cannot_be_captured_run_in_turn(way, scaler, outputs):
+def test_parts_that_cannot_be_captured_run_in_turn(way, scale, outputs):
     def change(training, number):
         if number == 4:
             training.optimizer.param_groups[0]["weight_decay"] = 0.5
@@ -709,8 +671,7 @@ def test_parts_that_cannot_be_captured_run_in_turn(way, scaler, outputs):
             swap_data(training)
 
     def program(session):
-        scale = torch.amp.GradScaler(session.device.type, 2.0**8) if scaler else None
-        settings = {"loss_fn": with_results, "scaler": scale, "max_norm": 0.1}
+        settings = {"loss_fn": with_results, "scale": scale, "max_norm": 0.1}
         made = use(make=HalfOnHost, every=change, **settings)
         values = made(session)
         if session.options["driver"] != "none":
@@ -770,8 +731,7 @@ def test_a_capture_that_fails_leaves_the_scaler_as_it_was(way, monkeypatch):
     monkeypatch.setattr(nn.utils, "clip_grad_norm_", fails_in_captures)
 
     def program(session):
-        scaler = torch.amp.GradScaler(session.device.type, init_scale=2.0**10)
-        training = Training(session, scaler=scaler, max_norm=1.0)
+        training = Training(session, scale=2.0**10, max_norm=1.0)
         for batch in session.batches(4, 8, count=STEPS):
             training.run(batch)
         if session.options["driver"] != "none":
