@@ -1,8 +1,8 @@
 """Graphs over fake CUDA tensors, for tests on machines without a GPU.
 
-Two things are missing there and are put in place while tracing: a device guard for CUDA (the CPU
-build of torch has none) and an autograd engine that doesn't ask for CUDA streams. The guard knows
-no current device: write `.to("cuda:0")`, not `.to("cuda")`.
+A device guard for CUDA, which the CPU build of torch has none of, is put in place while tracing. It knows no current
+device: write `.to("cuda:0")`, not `.to("cuda")`. Autograd's engine runs on "meta" tensors, which are then said to lie on
+CUDA.
 """
 
 import contextlib
@@ -100,7 +100,7 @@ def dynamic(*shape: int) -> Spec:
 
 @contextlib.contextmanager
 def fake_cuda() -> Iterator[FakeTensorMode]:
-    """Let CUDA tensors be made, computed with and differentiated, all of them fake."""
+    """Let CUDA tensors be made and computed with, all of them fake."""
     install_noop_cuda_guard()
     old_generators = torch.cuda.default_generators
     torch.cuda.default_generators = (FakeCudaGenerator(),)
@@ -148,7 +148,7 @@ class Joint:
 
 
 def joint_graph(fn: Callable[..., Any], *specs: Spec | Sequence[int]) -> Joint:
-    """The joint graph of `fn` on fake CUDA tensors that all require gradients; autograd's engine knows "meta" without a GPU."""
+    """The joint graph of `fn` on fake CUDA tensors that all require gradients."""
     seen: list[Joint] = []
 
     def catch(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
