@@ -1,11 +1,14 @@
 """A generator of CUDA's for machines without one."""
 
+from dataclasses import dataclass
+
 import torch
 
 
+@dataclass
 class State:
-    def __init__(self, seed, offset=0):
-        self.seed, self.offset = seed, offset
+    seed: int
+    offset: int = 0
 
 
 class FakeGenerator:

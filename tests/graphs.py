@@ -1,14 +1,12 @@
 """Graphs over fake CUDA tensors, for tests on machines without a GPU.
 
-Two things are missing there and are put in place while tracing: a device guard for CUDA (the CPU
-build of torch has none) and an autograd engine that doesn't ask for CUDA streams. The guard knows
-no current device: write `.to("cuda:0")`, not `.to("cuda")`.
+A device guard for CUDA, which the CPU build of torch has none of, is put in place while tracing. It knows no current
+device: write `.to("cuda:0")`, not `.to("cuda")`. Autograd's engine runs on "meta" tensors, which are then said to lie on
+CUDA.
 """
 
 import contextlib
 import ctypes
-import heapq
-import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import get_gradient_edge
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     ShapeEnv,
     StatelessSymbolicContext,
 )
+from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
 
@@ -71,91 +69,6 @@ class FakeCudaGenerator(torch.Generator):
         return self
 
 
-# ---- an autograd engine in Python
-
-
-def python_grad(
-    outputs: Any, inputs: Any, grad_outputs: Any = None, **_: Any
-) -> tuple[torch.Tensor | None, ...]:
-    """`torch.autograd.grad` without streams; knows neither hooks nor `create_graph`."""
-    outputs, inputs = _tuple(outputs), _tuple(inputs)
-    given = [None] * len(outputs) if grad_outputs is None else _tuple(grad_outputs)
-    targets = [(e.node, e.output_nr) for e in map(get_gradient_edge, inputs)]
-    roots = [(e.node, e.output_nr) for e in map(get_gradient_edge, outputs)]
-    sweep = _Sweep({node for node, _ in targets}, [node for node, _ in roots])
-    with torch.no_grad():
-        for out, root, grad in zip(outputs, roots, given, strict=True):
-            sweep.add(*root, torch.ones_like(out) if grad is None else grad)
-        sweep.run([node for node, _ in roots])
-    return tuple(sweep.arrived.get(node, {}).get(number) for node, number in targets)
-
-
-def _tuple(value: Any) -> tuple[Any, ...]:
-    return (value,) if isinstance(value, torch.Tensor) else tuple(value)
-
-
-class _Sweep:
-    def __init__(self, targets: set[Any], roots: list[Any]) -> None:
-        self.needed: dict[Any, bool] = {}
-        self.waiting: dict[Any, int] = {}
-        self.arrived: dict[Any, dict[int, torch.Tensor]] = {}
-        self._find_needed(targets, roots)
-        for node in self.needed:
-            for child in self._children(node):
-                self.waiting[child] = self.waiting.get(child, 0) + 1
-
-    def _find_needed(self, targets: set[Any], roots: list[Any]) -> None:
-        stack = [(root, False) for root in roots]
-        seen = set()
-        while stack:
-            node, done = stack.pop()
-            children = [c for c, _ in node.next_functions if c is not None]
-            if done:
-                self.needed[node] = node in targets or any(self.needed.get(c) for c in children)
-            elif node not in seen:
-                seen.add(node)
-                stack.append((node, True))
-                stack.extend((c, False) for c in children)
-
-    def _children(self, node: Any) -> list[Any]:
-        return [c for c, _ in node.next_functions if c is not None and self.needed[c]]
-
-    def add(self, node: Any, number: int, grad: torch.Tensor) -> None:
-        slots = self.arrived.setdefault(node, {})
-        slots[number] = slots[number] + grad if number in slots else grad
-
-    def run(self, roots: list[Any]) -> None:
-        order = itertools.count()
-        ready: list[tuple[int, int, Any]] = []
-        queued = set()
-
-        def push(node: Any) -> None:
-            if node not in queued and not self.waiting.get(node) and self.needed[node]:
-                queued.add(node)
-                heapq.heappush(ready, (-node._sequence_nr(), next(order), node))
-
-        for root in roots:
-            push(root)
-        while ready:
-            node = heapq.heappop(ready)[2]
-            if self._children(node):
-                self._apply(node)
-                for child in self._children(node):
-                    self.waiting[child] -= 1
-                    push(child)
-
-    def _apply(self, node: Any) -> None:
-        slots = self.arrived.get(node, {})
-        grads = [slots.get(i) for i in range(len(node._input_metadata))]
-        call = node.apply if hasattr(node, "apply") else node
-        results = call(*grads)
-        results = results if isinstance(results, tuple) else (results,)
-        for (child, number), grad in zip(node.next_functions, results, strict=False):
-            if child is not None and grad is not None and self.needed[child]:
-                meta = child._input_metadata[number]
-                self.add(child, number, grad.sum_to_size(tuple(meta.shape)).to(meta.dtype))
-
-
 # ---- tracing
 
 
@@ -187,16 +100,15 @@ def dynamic(*shape: int) -> Spec:
 
 @contextlib.contextmanager
 def fake_cuda() -> Iterator[FakeTensorMode]:
-    """Let CUDA tensors be made, computed with and differentiated, all of them fake."""
+    """Let CUDA tensors be made and computed with, all of them fake."""
     install_noop_cuda_guard()
-    old_grad, old_generators = torch.autograd.grad, torch.cuda.default_generators
-    torch.autograd.grad = python_grad
+    old_generators = torch.cuda.default_generators
     torch.cuda.default_generators = (FakeCudaGenerator(),)
     try:
         with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
             yield mode
     finally:
-        torch.autograd.grad, torch.cuda.default_generators = old_grad, old_generators
+        torch.cuda.default_generators = old_generators
 
 
 def fake_tensor(mode: FakeTensorMode, spec: Spec | Sequence[int]) -> torch.Tensor:
@@ -221,6 +133,11 @@ def fake_cuda_graph(fn: Callable[..., Any], *specs: Spec | Sequence[int]) -> fx.
         return make_fx(fn, record_stack_traces=True)(*args)
 
 
+def traced(fn: Callable[..., Any], *args: Any, mode: str = "fake") -> fx.GraphModule:
+    """Trace `fn` to aten operators on fake tensors that are as the given ones."""
+    return make_fx(fn, tracing_mode=mode)(*args)
+
+
 @dataclass(frozen=True)
 class Joint:
     """A joint graph as AOTAutograd hands it to a split."""
@@ -231,7 +148,7 @@ class Joint:
 
 
 def joint_graph(fn: Callable[..., Any], *specs: Spec | Sequence[int]) -> Joint:
-    """The joint graph of `fn` on fake CUDA tensors that all require gradients unless told else."""
+    """The joint graph of `fn` on fake CUDA tensors that all require gradients."""
     seen: list[Joint] = []
 
     def catch(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -240,9 +157,18 @@ def joint_graph(fn: Callable[..., Any], *specs: Spec | Sequence[int]) -> Joint:
         return torch_private.min_cut_partition(gm, inputs, compiler="eager", **kwargs)
 
     with fake_cuda() as mode:
-        wanted = [s if isinstance(s, Spec) else Spec(tuple(s), grad=True) for s in specs]
+        wanted = [Spec(tuple(s), device="meta", grad=True) for s in specs]
         _compile(fn, [fake_tensor(mode, spec) for spec in wanted], _boxed, catch)
-    return seen[0]
+    (joint,) = seen
+    pytree.tree_map(
+        _on_cuda, [joint.inputs, [node.meta.get("val") for node in joint.gm.graph.nodes]]
+    )
+    return joint
+
+
+def _on_cuda(value: Any) -> None:
+    if isinstance(value, FakeTensor) and value.device.type == "meta":
+        value.fake_device = CUDA
 
 
 def inference_graph(fn: Callable[..., Any], *specs: Spec | Sequence[int]) -> fx.GraphModule:

@@ -13,11 +13,7 @@ from torch.distributed._functional_collectives import (
 
 import cgpass
 from tests.distributed.programs import WIDTH, collectives, train
-
-
-@torch.library.custom_op("several::apart", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def apart(x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
+from tests.operators import tagged
 
 
 @torch.library.custom_op("several::fragile", mutates_args=())
@@ -27,7 +23,6 @@ def fragile(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-apart.register_fake(torch.empty_like)
 fragile.register_fake(torch.empty_like)
 
 
@@ -56,7 +51,7 @@ def waits_elsewhere(world):
     def fn(x):
         y = (x * 2).sin().cos().exp()
         started = collectives.all_reduce(y, "sum", group)
-        z = apart((y + 1).sin().cos().tanh())
+        z = tagged((y + 1).sin().cos().tanh())
         return (collectives.wait_tensor(started) + z).sin().cos().tanh()
 
     call = world.compile(fn)
@@ -149,7 +144,7 @@ def verified(world, verifies):
     group = dist.group.WORLD
 
     def fn(x):
-        y = apart((x.sin() * 2).cos().exp())
+        y = tagged((x.sin() * 2).cos().exp())
         return all_reduce(y.sin().sum(0), "sum", group).cos() * 2
 
     call, results = world.compile(fn, dynamic=True), []
@@ -244,19 +239,15 @@ class InPlace(nn.Module):
         return self.down(Reduced.apply(self.up(x).relu()))
 
 
-def graphed(world, kind):
+def graphed_in_place(world):
     torch.manual_seed(world.rank)
-    module = kind().to(world.device)
+    module = InPlace().to(world.device)
     call, driver = module, world.options["driver"]
     if driver != "none":
         sample = (world.randn(8, WIDTH, count=1)[0],)
         options = cgpass.GraphedOptions(driver=driver)
         call = cgpass.make_graphed_callables(module, sample, options=options)
     return train(world, module, call)
-
-
-def graphed_in_place(world):
-    return graphed(world, InPlace)
 
 
 CALLS: dict[str, Callable] = {

@@ -28,15 +28,7 @@ def free_port():
 
 
 def run_all(world_size, device_type, compiler, names, directory):
-    """Results of programs, with and without graphs, by rank and name.
-
-    Args:
-        world_size: Processes.
-        device_type: "cpu" (gloo, simulated graphs) or "cuda" (NCCL).
-        compiler: As the option.
-        names: Of the programs.
-        directory: Where they are written.
-    """
+    """Results of programs, which are written to a directory, with and without graphs, by rank and name."""
     context = torch.multiprocessing.start_processes(
         _process,
         (world_size, device_type, compiler, names, str(directory), free_port()),
@@ -53,14 +45,7 @@ def run_all(world_size, device_type, compiler, names, directory):
 
 
 def wait(context, saved, names, limit_s=LIMIT_S):
-    """Waits until all processes have ended; returns None, or why they did not.
-
-    Args:
-        context: Of the processes.
-        saved: Gives the results so far, by rank.
-        names: Of the programs, in order.
-        limit_s: For each program.
-    """
+    """Wait until all processes have ended; gives None, or why they did not, of which `saved` has results so far by rank."""
     last, since = None, time.monotonic()
     while True:
         try:

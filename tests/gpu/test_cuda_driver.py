@@ -1,20 +1,21 @@
 """What only a real device shows of the driver: failed and foreign captures, streams, registered generators."""
 
+import functools
 import logging
 import os
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
 
 from cgpass.compile.facts.input_info import InputInfo, InputKind
-from cgpass.errors import InputError
 from cgpass.runtime.driver import CUDADriver
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.wrapper import CUDAGraphWrapper
+from tests.gpu.test_failed_captures import assert_process_is_healthy
 from tests.unit.runners import partition
+from tests.usage.programs import in_threads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -40,16 +41,6 @@ def boxed(fn):
     return call
 
 
-def assert_process_is_healthy(owner):
-    """Random ops outside, and another capture with random ops inside, both work."""
-    torch.rand(4, device="cuda")
-    runner = runner_of(owner, boxed(lambda x: x + torch.rand_like(x)), InputKind.COPIED)
-    x = torch.zeros(4, device="cuda")
-    values = [runner.run([x])[0][0].clone() for _ in range(3)]
-    assert runner.stats.replays == 2
-    assert not torch.equal(values[1], values[2])
-
-
 LIBRARIES = {
     "cublas": lambda x: x @ x,
     "cublaslt": lambda x: torch.nn.functional.linear(x.half(), x.half(), x[0].half()),
@@ -71,9 +62,7 @@ def test_a_thread_records_what_another_one_warmed_up(owner, library):
         found.append(runner.run([x])[0][0].clone())
 
     for x in xs[1:]:
-        thread = threading.Thread(target=work, args=(x,))
-        thread.start()
-        thread.join()
+        in_threads(functools.partial(work, x))
     assert runner.stats.replays >= 2  # where no handle could be made, the first thread ran plainly
     for x, y in zip(xs[1:], found, strict=True):
         torch.testing.assert_close(y, LIBRARIES[library](x))
@@ -91,7 +80,7 @@ def test_a_failed_capture_leaves_the_process_healthy(owner, caplog):
             runner.run([x])
     assert (runner.stats.warmups, runner.stats.replays, runner.stats.plain_calls) == (1, 0, 2)
     assert len([r for r in caplog.records if "can't be captured" in r.getMessage()]) == 1
-    assert_process_is_healthy(owner)
+    assert_process_is_healthy()
 
 
 def test_a_failed_capture_leaves_other_recordings_with_the_users_generator(owner):
@@ -177,12 +166,6 @@ def test_calls_on_changing_streams_are_ordered():
     for x, result in zip(inputs, results, strict=True):
         assert torch.equal(result, ((x * weight).sin() * 3).cos() + x)
     assert wrapper.stats.replays == 11
-
-
-def test_wrapper_refuses_inputs_on_the_cpu():
-    wrapper = CUDAGraphWrapper(lambda a, b: a + b)
-    with pytest.raises(InputError, match="input 1 lies on cpu"):
-        wrapper(torch.ones(2, device="cuda"), torch.ones(2))
 
 
 @pytest.mark.parametrize("expandable", [True, False])

@@ -7,36 +7,14 @@ import pytest
 import torch
 
 import cgpass
-from cgpass.errors import InputError
 from tests.gpu import harness
+from tests.unit.test_bits import KNOWN, OTHERS
 from tests.usage.programs import assert_replays, counted
 
 pytestmark = harness.MARKS
-NAMES = [
-    "bool",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "complex32",
-    "complex64",
-    "complex128",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "float4_e2m1fn_x2",
-]
-DTYPES = pytest.mark.parametrize("dtype", [getattr(torch, name) for name in NAMES], ids=NAMES)
+# integers of less than a byte and bits have no kernels to compute with
+OF_BYTES = [dtype for dtype in OTHERS if dtype not in (torch.int4, torch.bits8, torch.bits16)]
+DTYPES = pytest.mark.parametrize("dtype", [*sorted(KNOWN, key=str), *OF_BYTES], ids=str)
 LAYOUTS = pytest.mark.parametrize("layout", ["dense", "transposed", "expanded", "slice"])
 
 
@@ -150,11 +128,3 @@ def test_inductor_s_kernels(name):
     dtype = getattr(torch, name)
     counters = compare(passed_on, dtype, compiler="inductor")
     assert_replays(counters)
-
-
-def test_a_quantised_input_is_refused_with_what_to_do():
-    q = torch.quantize_per_tensor(torch.randn(4, device=harness.DEVICE), 0.1, 0, torch.qint8)
-    options = {"driver": harness.DRIVER}
-    wrapped = cgpass.CUDAGraphWrapper(lambda x: x.dequantize(), options=options)
-    with pytest.raises(InputError, match=r"quantised \(torch.qint8\).* pass its int_repr"):
-        wrapped(q)

@@ -2,14 +2,13 @@
 
 import gc
 import logging
-import threading
 
 import pytest
 import torch
 from torch import nn
 
 import cgpass
-from tests.usage.programs import MLP, Setting
+from tests.usage.programs import MLP, Setting, in_threads
 from tests.usage.test_failures import Around, inference, warned
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -174,9 +173,7 @@ def test_a_function_dropped_during_anothers_capture():
     def drops(x):
         y = x @ x
         if torch.cuda.is_current_stream_capturing():
-            thread = threading.Thread(target=victims.pop)
-            thread.start()
-            thread.join()
+            in_threads(victims.pop)
             victims.pop()
         return y + torch.rand_like(y)
 

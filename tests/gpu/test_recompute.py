@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import cgpass
 from cgpass.recompute.states import CheckpointStates
-from tests.recompute.steps import plain
+from tests.recompute.steps import plain, tracker_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -86,8 +86,7 @@ def test_a_captured_step_is_bitwise_the_eager_one(nested):
 
 
 def test_a_captured_step_with_a_tracker():
-    tracker = cgpass.RNGStatesTracker("cuda")
-    tracker.add("model-parallel-rng", 5)
+    tracker = tracker_of("cuda", **{"model-parallel-rng": 5})
 
     def fn(x):
         x = F.dropout(x.sin(), 0.5)
@@ -228,9 +227,7 @@ def test_forward_and_backward_in_forks_of_a_tracker(around, behind):
         return contextlib.nullcontext() if name is None else tracker.fork(name)
 
     def results(checkpointed):
-        tracker = cgpass.RNGStatesTracker("cuda")
-        tracker.add("a", 1)
-        tracker.add("b", 2)
+        tracker = tracker_of("cuda", a=1, b=2)
         torch.cuda.manual_seed(3)
 
         def fn(x):

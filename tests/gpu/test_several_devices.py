@@ -1,6 +1,6 @@
 """Several devices in one process: each compiled function records where its tensors are."""
 
-import threading
+import functools
 
 import pytest
 import torch
@@ -8,7 +8,15 @@ from torch.nn import functional as F
 
 import cgpass
 from tests.gpu import harness
-from tests.usage.programs import SEED, Block, assert_replays, counted, deterministic, differences
+from tests.usage.programs import (
+    SEED,
+    Block,
+    assert_replays,
+    counted,
+    deterministic,
+    differences,
+    in_threads,
+)
 
 pytestmark = [*harness.MARKS, pytest.mark.multigpu(2)]
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -107,11 +115,7 @@ def test_a_thread_for_each_device():
                 values += step(*models[device], x)
             results[device] = values
 
-        threads = [threading.Thread(target=work, args=(device,)) for device in models]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*(functools.partial(work, device) for device in models))
         return [*results[FIRST], *results[SECOND]]
 
     compare(program)

@@ -119,13 +119,20 @@ def rng_state(device):
     return torch.get_rng_state()
 
 
-def check(setting, found, expected, x, calls=3):
-    """A module and its twin, call after call."""
+def check(setting, found, expected, calls=1, *, shape=(4, 8), grad=True):
+    """Steps of a module, or of a function, and of its twin have the same results and gradients."""
     for _ in range(calls):
-        x = setting.randn(*x.shape, grad=x.requires_grad)
-        a, grads = step(found, x)
-        b, wanted = step(expected, x)
+        x = setting.randn(*shape, grad=grad)
+        (a, (mine,)), (b, (wanted,)) = step(found, x), step(expected, x)
         same(a, b)
-        for grad, want in zip(grads, wanted, strict=True):
-            if want is not None:
-                same(grad, want)
+        if wanted is not None:
+            same(mine, wanted)
+        if isinstance(found, torch.nn.Module):
+            same_grads(found, expected)
+
+
+def move(*modules):
+    """Have parameters lie elsewhere."""
+    for module in modules:
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone()

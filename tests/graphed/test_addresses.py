@@ -8,21 +8,7 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from tests.graphed.steps import graphed_twins, net, same, same_grads, step, twins
-
-
-def move(module):
-    for p in module.parameters():
-        p.data = p.data.clone()
-
-
-def check(setting, graphed, module, plain):
-    x = setting.randn(4, 8, grad=True)
-    a, (grad,) = step(graphed, x)
-    b, (want,) = step(plain, x)
-    same(a, b)
-    same(grad, want)
-    same_grads(module, plain)
+from tests.graphed.steps import check, graphed_twins, move, net, same, same_grads, twins
 
 
 def test_moved_parameters_are_recorded_again(setting, caplog):
@@ -33,16 +19,16 @@ def test_moved_parameters_are_recorded_again(setting, caplog):
         module, (setting.randn(4, 8, grad=True),), num_warmup_iters=2, capture_time_hooks=[hooks]
     )
     assert len(counts) == 3
-    check(setting, graphed, module, plain)
+    check(setting, graphed, plain)
     move(module)
     with torch.no_grad():
         for each in (module, plain):
             each[0].weight.mul_(0.5)
     with caplog.at_level(logging.INFO, "cgpass"):
-        check(setting, graphed, module, plain)
+        check(setting, graphed, plain)
     assert "records again (1): parameters or buffers moved" in caplog.text
     for _ in range(2):
-        check(setting, graphed, module, plain)
+        check(setting, graphed, plain)
     stats = graphed.graphed.stats
     assert (stats.rerecordings, stats.recordings, stats.plain_calls) == (1, 4, 0)
     assert len(counts) == 5
@@ -54,21 +40,21 @@ def test_a_set_of_addresses_that_comes_back_replays_at_once(setting):
     for k in (0, 1, 0, 1, 1, 0):
         for p, home in zip(module.parameters(), homes[k], strict=True):
             p.data = home
-        check(setting, graphed, module, plain)
+        check(setting, graphed, plain)
     assert graphed.graphed.stats.recordings == 4
 
 
 def test_past_the_limit_calls_run_plainly(setting, caplog):
     graphed, module, plain = graphed_twins(setting, net(), max_rerecords=1)
     for _ in range(4):
-        check(setting, graphed, module, plain)
+        check(setting, graphed, plain)
         move(module)
     stats = graphed.graphed.stats
     assert (stats.rerecordings, stats.plain_calls) == (1, 2)
     assert caplog.text.count("it was recorded again more often than max_rerecords") == 1
     graphed.reset()
     for _ in range(2):
-        check(setting, graphed, module, plain)
+        check(setting, graphed, plain)
         move(module)
     assert (stats.rerecordings, stats.plain_calls) == (2, 2)
 
@@ -77,10 +63,10 @@ def test_a_parameter_that_is_removed_is_no_longer_there(setting):
     graphed, module, plain = graphed_twins(setting, torch.nn.Linear(8, 8))
     for each in (module, plain):
         each.bias = None
-    check(setting, graphed, module, plain)
+    check(setting, graphed, plain)
     assert graphed.graphed.stats.plain_calls == 1
     graphed.reset()
-    check(setting, graphed, module, plain)
+    check(setting, graphed, plain)
     assert graphed.graphed.stats.plain_calls == 1
     x = setting.randn(4, 8)
     weights = module.weight, plain.weight

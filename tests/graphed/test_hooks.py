@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import cgpass
-from tests.graphed.steps import net, rng_state, same, step, twins
+from tests.graphed.steps import check, net, rng_state, same, step, twins
 
 
 class Log:
@@ -40,8 +40,7 @@ def test_one_callable(setting, warmups):
     )
     assert log.names() == ITERATION * (warmups + 1)
     assert [n for _, n in log.calls[:4]] == [3, 4, 1, 1]
-    for _ in range(3):
-        same(step(graphed, x)[0], step(plain, x)[0])
+    check(setting, graphed, plain, 3, grad=False)
     assert len(log.calls) == 4 * (warmups + 1)
 
 

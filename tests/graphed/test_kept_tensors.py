@@ -7,7 +7,8 @@ import torch
 
 import cgpass
 from cgpass.graphed.differentiated import Differentiated
-from tests.graphed.steps import clear_grads, graphed_twins, net, same, same_grads, twins
+from tests.graphed.steps import clear_grads, graphed_twins, net, same_grads, twins
+from tests.graphed.test_orders import check
 
 
 class Keeps(torch.autograd.Function):
@@ -74,29 +75,16 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("order", ["0011", "0110", "012210", "0120"])
+@pytest.mark.parametrize(
+    "order", [(1, -1, 2, -2), (1, 2, -2, -1), (1, 2, 3, -3, -2, -1), (1, 2, 3, -1)]
+)
 def test_forwards_that_are_pending(setting, way, order):
     module, plain = twins(setting, Applies(WAYS[way]))
     if way == "TorchScript":
         module.fn = plain.fn = torch.jit.script(gated)
     graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
     for _ in range(3):
-        clear_grads(module, plain)
-        found, wanted = [], []
-        for fn, grads in ((graphed, found), (plain, wanted)):
-            torch.manual_seed(1)
-            pending = {}
-            for number in order:
-                if number in pending:
-                    x, y = pending.pop(number)
-                    y.square().sum().backward()
-                    grads.append(x.grad)
-                else:
-                    x = setting.randn(4, 8, grad=True)
-                    pending[number] = x, fn(x)
-        for a, b in zip(found, wanted, strict=True):
-            same(a, b)
-        same_grads(module, plain)
+        check(setting, [(module, plain)], [(graphed, plain)] * 3, order)
     assert graphed.graphed.stats.plain_calls == 0
 
 
@@ -136,22 +124,14 @@ class Draws(torch.nn.Module):
         return cgpass.checkpoint(self.inner, Keeps.apply(x)) + Keeps.apply(self.inner(x))
 
 
-@pytest.mark.parametrize("order", [[1, 1, 1, -1, -1, -1], [1, -1, 1, 1, -1, -1]])
+@pytest.mark.parametrize("order", [(1, 2, 3, -1, -2, -3), (1, -1, 2, 3, -2, -3)])
 def test_older_recordings_leave_what_is_kept_alone(setting, order):
     """In the order of the recordings, the third forward comes after the first backward, and lies where that writes."""
     module, plain = twins(setting, Draws())
     samples = tuple((setting.randn(4, 8, grad=True),) for _ in range(3))
     graphed = setting.graphed((module,), samples, order=[1, 1, -1, 1, -1, -1])
     for _ in range(4):
-        for fns in (graphed, [plain] * 3):
-            torch.manual_seed(2)
-            forwards, pending = iter(fns), []
-            for entry in order:
-                if entry > 0:
-                    pending.append(next(forwards)(setting.randn(4, 8, grad=True)))
-                else:
-                    pending.pop(0).square().sum().backward()
-        same_grads(module, plain)
+        check(setting, [(module, plain)], [(fn, plain) for fn in graphed], order)
     assert all(fn.stats.plain_calls == fn.stats.rerecordings == 0 for fn in graphed)
 
 

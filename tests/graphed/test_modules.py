@@ -4,7 +4,6 @@ import copy
 import functools
 import gc
 import pickle
-import threading
 import weakref
 from collections import Counter
 
@@ -13,7 +12,8 @@ import torch
 
 import cgpass
 from cgpass.runtime.owner import release_all
-from tests.graphed.steps import Layer, net, same, same_grads, step, twins
+from tests.graphed.steps import Layer, check, net, same, same_grads, twins
+from tests.usage.programs import in_threads
 
 
 def test_the_module_given_is_left_alone(setting):
@@ -51,7 +51,8 @@ def test_dropping_the_callable_frees_everything(setting):
     assert parameters[0].grad is not None
 
 
-def test_reset_frees_graphs_and_the_next_call_records_again(setting):
+@pytest.mark.parametrize("reset", [lambda graphed: graphed.reset(), lambda _: release_all()])
+def test_reset_frees_graphs_and_the_next_call_records_again(setting, reset):
     module, plain = twins(setting, net())
     counts = []
     hooks = {"forward": lambda *args: counts.append(1)}
@@ -60,16 +61,16 @@ def test_reset_frees_graphs_and_the_next_call_records_again(setting):
     held = graphed(x).detach()
     expected = held.clone()
     pending = graphed(x)
-    graphed.reset()
+    reset(graphed)
+    assert not graphed.graphed._pairs
     same(held, expected)
     pending.square().sum().backward()  # without a graph
     plain(x).square().sum().backward()
     same_grads(module, plain)
-    for _ in range(2):
-        same(step(graphed, x)[0], step(plain, x)[0])
-    same_grads(module, plain)
+    check(setting, graphed, plain, 2, grad=False)
     same(held, expected)
     assert len(counts) == 4 + 2
+    assert graphed.graphed.stats.recordings == 4
 
 
 def test_close_is_for_good(setting):
@@ -79,21 +80,9 @@ def test_close_is_for_good(setting):
     )
     graphed[0].close()
     graphed[0].close()
-    x = setting.randn(4, 8)
-    for fn, (module, plain) in zip(graphed, modules, strict=True):
-        same(step(fn, x)[0], step(plain, x)[0])
-        same_grads(module, plain)
+    for fn, (_, plain) in zip(graphed, modules, strict=True):
+        check(setting, fn, plain, grad=False)
     assert [fn.graphed.stats.plain_calls for fn in graphed] == [1, 0]
-
-
-def test_cgpass_reset_frees_them_too(setting):
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8),))
-    release_all()
-    assert not graphed.graphed._pairs
-    x = setting.randn(4, 8)
-    same(step(graphed, x)[0], step(plain, x)[0])
-    assert graphed.graphed.stats.recordings == 4
 
 
 def test_inside_of_a_compiled_function(setting):
@@ -117,9 +106,7 @@ def test_what_several_threads_get_is_no_memory_that_moves(setting):
     owner, x = graphed.graphed._owner, setting.randn(4, 8, grad=True)
     first = graphed(x)
     others = []
-    thread = threading.Thread(target=lambda: others.append(graphed(x)))
-    thread.start()
-    thread.join()
+    in_threads(lambda: others.append(graphed(x)))
     same(others[0], plain(x))
     second = graphed(x)
     assert owner.copies_results
@@ -208,22 +195,20 @@ def in_use(device):
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def again(graphed, plain, x):
+def again(setting, graphed, plain):
     graphed.reset()
-    for _ in range(2):
-        same(step(graphed, x)[0], step(plain, x)[0])
+    check(setting, graphed, plain, 2, grad=False)
 
 
 def test_resets_leave_nothing_behind(setting):
     module, plain = twins(setting, net())
-    graphed, x = setting.graphed(module, (setting.randn(4, 8),)), setting.randn(4, 8)
-    again(graphed, plain, x)
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    again(setting, graphed, plain)
     before, memory = ours(), in_use(setting.device)
     for _ in range(5):
-        again(graphed, plain, x)
+        again(setting, graphed, plain)
     assert not ours() - before  # it may have less: what other tests left goes when it likes
     assert in_use(setting.device) <= memory
-    same_grads(module, plain)
 
 
 class Named(torch.nn.Linear):

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as torchs
 
 import cgpass
-from tests.graphed.steps import Layer, clear_grads, rng_state, same, same_grads, step
+from tests.graphed.steps import Layer, check, clear_grads, rng_state, same, same_grads
+from tests.recompute.steps import tracker_of
 
 WAYS = {
     "none": None,
@@ -130,28 +131,22 @@ def test_what_a_graph_keeps_of_a_module_does_not_keep_the_graph(setting, way):
     assert [ref() for ref in gone] == [None, None, None]
 
 
+def trackers_of(setting):
+    return [tracker_of(setting.device, a=3) for _ in range(2)]
+
+
 def test_a_tracker_of_states(setting):
     def build(tracker):
         def inner(x):
-            with tracker.fork():
+            with tracker.fork("a"):
                 x = F.dropout(x, 0.4)
             return F.dropout(x.sin(), 0.2)
 
         return lambda x: cgpass.checkpoint(inner, x, rng_tracker=tracker).cos()
 
-    trackers = []
-    for _ in range(2):
-        tracker = cgpass.RNGStatesTracker(setting.device)
-        tracker.add("model-parallel-rng", 3)
-        trackers.append(tracker)
-    x = setting.randn(4, 8, grad=True)
-    graphed = setting.graphed(build(trackers[0]), (x,), rng_tracker=trackers[0])
-    plain = build(trackers[1])
-    for _ in range(3):
-        a, (grad,) = step(graphed, x)
-        b, (want,) = step(plain, x)
-        same(a, b)
-        same(grad, want)
+    ours, others = trackers = trackers_of(setting)
+    graphed = setting.graphed(build(ours), (setting.randn(4, 8, grad=True),), rng_tracker=ours)
+    check(setting, graphed, build(others), 3)
     for a, b in zip(*(t.generators.values() for t in trackers), strict=True):
         same(a.get_state(), b.get_state())
 
@@ -167,11 +162,7 @@ def test_torchs_checkpoints_are_refused(setting, reentrant):
 
 
 def test_a_call_inside_of_the_fork_that_it_has_inside(setting, caplog):
-    trackers = []
-    for _ in range(2):
-        tracker = cgpass.RNGStatesTracker(setting.device)
-        tracker.add("a", 3)
-        trackers.append(tracker)
+    trackers = trackers_of(setting)
 
     def build(tracker):
         def fn(x):

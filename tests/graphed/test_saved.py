@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as torchs
 
 import cgpass
-from tests.graphed.steps import graphed_twins, net, same, same_grads, step, twins
+from tests.graphed.steps import check, graphed_twins, move, net, same, same_grads, twins
 
 
 class Fused(torch.autograd.Function):
@@ -82,25 +82,14 @@ CHECKPOINTS = {
 }
 
 
-def move(*modules):
-    for module in modules:
-        for parameter in module.parameters():
-            parameter.data = parameter.data.clone()
-
-
 @pytest.mark.parametrize("way", CHECKPOINTS)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_recorded_again_in_a_checkpoint(setting, way, dropout):
     module, plain = twins(setting, net(dropout=dropout))
-    x = setting.randn(4, 8, grad=True)
     graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
     for _ in range(3):
         move(module, plain)
-        found, expected = [
-            step(functools.partial(CHECKPOINTS[way], fn), x) for fn in (graphed, plain)
-        ]
-        same(found[0], expected[0])
-        same(found[1][0], expected[1][0])
+        check(setting, *(functools.partial(CHECKPOINTS[way], fn) for fn in (graphed, plain)))
         same_grads(module, plain)
     assert graphed.graphed.stats.rerecordings == 3
 
@@ -175,7 +164,6 @@ def test_recorded_while_anomalies_are_looked_for(setting):
     with torch.autograd.detect_anomaly():
         graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
         assert torch.is_anomaly_enabled()
-        same(step(graphed, x)[0], step(plain, x)[0])
-        same_grads(module, plain)
+        check(setting, graphed, plain)
         with pytest.raises(RuntimeError, match="nan values"):
             graphed(x).mul(0).sqrt().mul(0).sum().backward()

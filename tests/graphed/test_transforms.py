@@ -67,7 +67,7 @@ def test_forward_mode_inside(setting):
 
     sample = (setting.randn(4, 8, grad=True),)
     graphed = setting.graphed(of(module), sample, modules=(module,))
-    check(setting, graphed, of(plain), setting.randn(4, 8, grad=True))
+    check(setting, graphed, of(plain), 3)
     same_grads(module, plain)
     assert graphed.stats.replays == 6
 

@@ -5,6 +5,7 @@ import torch
 
 import cgpass
 from tests.graphed.steps import same, step, twins
+from tests.usage.programs import state
 
 
 class Writes(torch.nn.Module):
@@ -32,16 +33,12 @@ class Writes(torch.nn.Module):
         return self.inner(x) + self.frozen + self.count
 
 
-def states(module):
-    return [value.clone() for value in module.state_dict().values()]
-
-
 @pytest.mark.parametrize("way", ["frozen", "data", "clipped", "clipped data", "buffer"])
 def test_what_a_forward_writes_is_put_back_and_then_written_by_calls(setting, way):
     module, plain = twins(setting, Writes(way))
-    before = states(module)
+    before = state(module)
     graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
-    for now, then in zip(states(module), before, strict=True):
+    for now, then in zip(state(module), before, strict=True):
         same(now, then)
     for number in range(3):
         if number == 1:
@@ -49,7 +46,7 @@ def test_what_a_forward_writes_is_put_back_and_then_written_by_calls(setting, wa
                 each.inner.weight.data = each.inner.weight.data * 5
         x = setting.randn(4, 8, grad=True)
         same(step(graphed, x)[0], step(plain, x)[0])
-        for a, b in zip(states(module), states(plain), strict=True):
+        for a, b in zip(state(module), state(plain), strict=True):
             same(a, b)
 
 

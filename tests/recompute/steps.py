@@ -32,6 +32,13 @@ def tensor(*shape, seed=0, **kwargs):
     return torch.randn(*shape, generator=generator, **kwargs)
 
 
+def tracker_of(device="cpu", **seeds):
+    tracker = cgpass.RNGStatesTracker(device)
+    for name, seed in seeds.items():
+        tracker.add(name, seed)
+    return tracker
+
+
 def blocks(count=3):
     torch.manual_seed(1)
     return torch.nn.ModuleList(Block() for _ in range(count))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import cgpass
-from tests.recompute.steps import Block, same, tensor
+from tests.recompute.steps import Block, same, tensor, tracker_of
 
 OPTIONS = {"driver": "simulated", "compiler": "eager"}
 
@@ -78,8 +78,7 @@ def test_a_compiled_function_inside_a_checkpoint():
 
 
 def test_a_tracker_runs_outside_of_the_graph():
-    tracker = cgpass.RNGStatesTracker("cpu")
-    tracker.add("a", 1)
+    tracker = tracker_of(a=1)
     states = tracker.get_states()
     model, x = Block(), tensor(4, 8, requires_grad=True)
 

@@ -15,7 +15,7 @@ from cgpass.errors import (
     RNGTrackerError,
 )
 from cgpass.recompute import api, checkpointed
-from tests.recompute.steps import tensor
+from tests.recompute.steps import tensor, tracker_of
 
 OPTIONS = {"driver": "simulated", "compiler": "eager"}
 
@@ -94,8 +94,7 @@ def test_a_saved_tensor_changed_in_place():
 
 @pytest.mark.parametrize("raised", [ZeroDivisionError("mine"), KeyboardInterrupt("mine")])
 def test_an_exception_in_forward_and_recomputation(raised):
-    tracker = cgpass.RNGStatesTracker("cpu")
-    tracker.add("a", 1)
+    tracker = tracker_of(a=1)
 
     def fail(x):
         with tracker.fork("a"):
@@ -134,8 +133,7 @@ def require_clean(x):
 
 
 def test_a_tracker_that_lost_a_state_before_the_backward():
-    tracker = cgpass.RNGStatesTracker("cpu")
-    tracker.add("a", 1)
+    tracker = tracker_of(a=1)
     x = tensor(3, requires_grad=True)
     y = cgpass.checkpoint(torch.sin, x, rng_tracker=tracker)
     tracker.reset()

@@ -8,7 +8,7 @@ from cgpass.errors import CheckpointError
 from cgpass.recompute import checkpointed, states, tracker
 from cgpass.recompute.states import CheckpointStates
 from tests.generators import FakeGenerator, State
-from tests.recompute.steps import tensor
+from tests.recompute.steps import tensor, tracker_of
 
 FAKE = torch.device("meta", 0)
 
@@ -78,13 +78,6 @@ def drawing(device, *amounts):
     return fn
 
 
-def tracker_of(**seeds):
-    made = cgpass.RNGStatesTracker(FAKE)
-    for name, seed in seeds.items():
-        made.add(name, seed)
-    return made
-
-
 def captured(device, program, rng_tracker=None, warm_ups=1):
     """`program` warmed up and captured; returns its states and what the warm-up drew."""
     kept = CheckpointStates(FAKE, rng_tracker)
@@ -130,7 +123,7 @@ def test_replays_draw_what_eager_would(device):
 @pytest.mark.parametrize("named", [True, False])
 def test_a_trackers_states(device, named):
     """Whether or not the checkpoint itself is told of the tracker in whose fork it is."""
-    rng_tracker = tracker_of(a=1, b=2)
+    rng_tracker = tracker_of(FAKE, a=1, b=2)
     told = {"rng_tracker": rng_tracker} if named else {}
 
     def fn(x):
@@ -219,7 +212,7 @@ def test_a_capture_that_was_not_warmed_up_like_this(device):
 @pytest.mark.parametrize("registered", [False, True])
 def test_a_tracker_that_is_not_registered_is_named(device, registered):
     x = tensor(2, requires_grad=True)
-    mine, other = tracker_of(mine=1), tracker_of(a=1, b=2)
+    mine, other = tracker_of(FAKE, mine=1), tracker_of(FAKE, a=1, b=2)
     has = "another one, of states 'mine'" if registered else "none"
     fix = r"Pass that tracker as CheckpointedGraph\(rng_tracker=...\) or GraphedOptions\(rng_tracker=...\)"
     told = rf"this checkpoint's rng_tracker \(states 'a', 'b'\) is not the one .* which has {has}. {fix};"

@@ -8,14 +8,7 @@ import torch.nn.functional as F
 
 import cgpass
 from cgpass.errors import RNGTrackerError
-from tests.recompute.steps import same, tensor
-
-
-def tracker_of(**seeds):
-    tracker = cgpass.RNGStatesTracker("cpu")
-    for name, seed in seeds.items():
-        tracker.add(name, seed)
-    return tracker
+from tests.recompute.steps import same, tensor, tracker_of
 
 
 def numbers(seed, *shape):
@@ -23,8 +16,7 @@ def numbers(seed, *shape):
 
 
 def test_forks_draw_from_their_states_and_go_on_there():
-    tracker = tracker_of(a=1, b=2)
-    tracker.add("model-parallel-rng", 3)
+    tracker = tracker_of(a=1, b=2, **{"model-parallel-rng": 3})
     torch.manual_seed(0)
     found = []
     with tracker.fork("a"):

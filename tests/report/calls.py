@@ -101,18 +101,6 @@ def failing(error):
     return run
 
 
-def failed():
-    return failing(RuntimeError("operation not permitted when stream is capturing"))
-
-
-def without_memory():
-    return failing(torch.OutOfMemoryError("CUDA out of memory"))
-
-
-def without_a_placeholder():
-    return failing(StagingError("x0 can't be given memory of fixed address"))
-
-
 def replaced():
     run = runner(scaled, COPIED, STATIC)
     kept = [torch.ones(2) for _ in range(12)]
@@ -163,15 +151,15 @@ CALLS = {
     ),
     "passing": (put_off, "1 of 2 calls ran without a graph: they could not be recorded just then"),
     "capture": (
-        failed,
+        lambda: failing(RuntimeError("operation not permitted when stream is capturing")),
         "ran without a graph: RuntimeError: operation not permitted when stream is capturing",
     ),
     "out_of_memory": (
-        without_memory,
+        lambda: failing(torch.OutOfMemoryError("CUDA out of memory")),
         "3 of 4 calls ran without a graph: OutOfMemoryError: CUDA out of memory",
     ),
     "no_placeholder": (
-        without_a_placeholder,
+        lambda: failing(StagingError("x0 can't be given memory of fixed address")),
         "2 of 4 calls ran without a graph: StagingError: x0 can't be given memory of fixed address",
     ),
     "new_tensor": (

@@ -8,6 +8,11 @@ from cgpass.telemetry.summaries import RecordingNote
 READ = "keep the value on the device (torch.where, tensor arithmetic) instead of item()"
 
 
+def joined(text):
+    """Without line breaks: names and lines may be wrapped."""
+    return " ".join(str(text).split())
+
+
 def sample(text="", **changes):
     """A report with a bit of everything; `text` is added to all that users and torch name."""
     reason = Reason(

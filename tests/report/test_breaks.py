@@ -14,6 +14,7 @@ from cgpass import __main__ as command
 from cgpass import torch_private
 from cgpass.compile.facts import breaks
 from cgpass.report.report import Report
+from tests.report.samples import joined
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
 CALLED = "; or move the code that can be compiled into its own function"
@@ -69,10 +70,6 @@ def line_of(kind, comment="the line to name"):
 
 def at(kind, comment="the line to name"):
     return f"test_breaks.py:{line_of(kind, comment)}"
-
-
-def joined(report):
-    return " ".join(str(report).split())
 
 
 # What is explained with which arguments, whose rest is left to eager, and why.
@@ -300,24 +297,12 @@ def test_a_break_has_a_cause_and_one_remedy(fn, detail, fix):
     assert "\n" not in str(reason)
 
 
-def test_a_break_takes_two_lines():
-    def says(x):
-        print("begin", x.shape)  # noqa: T201  the line to name
-        return chain(x)
-
-    costs = str(cgpass.explain(says, X)).partition("What costs most:\n")[2].splitlines()
-    assert costs[:2] == [
-        f"  1. {at(says)} in says: graph break: print can't be traced [graph_break]",
-        "     Do: print after the call, or torch._dynamo.config.reorderable_logging_functions.add(print)",
-    ]
-    assert max(len(f"     Do: {fix}") for _, _, fix in breaks._KNOWN) <= 100
-
-
 def test_what_is_not_known_is_told_in_torchs_words_of_which_some_are_left_out():
     text = "Some new break\n  Hint: This graph break is fundamental - no.\n  Hint: Remove the call. It helps.\n  Hint: Other."
     found = breaks.reason_of(text, "model.py:41 in forward")
     assert (found.detail, found.fix) == ("graph break: Some new break", "Remove the call")
     assert breaks.reason_of("Unsupported", None).fix == "TORCH_LOGS=graph_breaks shows more"
+    assert max(len(f"     Do: {fix}") for _, _, fix in breaks._KNOWN) <= 100, "one line of a report"
 
 
 # ---- functions that were given up

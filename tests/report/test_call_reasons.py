@@ -11,6 +11,7 @@ from cgpass.report import check
 from cgpass.report.report import Report
 from cgpass.telemetry.reason import NEW, OTHER_FIXES, CallReasons
 from tests.report.calls import BLAMED, CALLS
+from tests.report.samples import joined
 
 
 def told(run):
@@ -57,18 +58,6 @@ def test_new_sizes_are_told_which_dimension_to_pad():
     )
     assert batch.fix.startswith("use few sizes: pad the batch, or drop the last one")
     assert length.fix == "pad dimension 1 of x to a few sizes"
-
-
-@pytest.fixture
-def simulated():
-    torch.compiler.reset()
-    with cgpass.set_defaults(driver="simulated", compiler="eager", on_skip="silent"):
-        yield
-    torch.compiler.reset()
-
-
-def joined(text):
-    return " ".join(str(text).split())
 
 
 def limited():

@@ -14,6 +14,7 @@ from cgpass import __main__ as command
 from cgpass.report import check, doctor
 from cgpass.report.report import Report
 from cgpass.runtime import native
+from tests.operators import tagged, waits
 
 SCRIPT = """
 import sys
@@ -99,20 +100,6 @@ def test_a_module_is_checked(script, counted_alone, capsys, monkeypatch):
         sys.modules.pop(name, None)
 
 
-@torch.library.custom_op("checked::host", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def host(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
-@torch.library.custom_op("checked::waits", mutates_args=())
-def waits(x: torch.Tensor) -> torch.Tensor:
-    return x * x.sum().item()
-
-
-host.register_fake(torch.empty_like)
-waits.register_fake(torch.empty_like)
-
-
 def did(fn, *inputs):
     options = {"driver": "simulated", "compiler": "eager", "on_skip": "silent"}
     call = torch.compile(fn, backend="cgpass", options=options)
@@ -128,7 +115,7 @@ X = torch.ones(4)
 def test_what_turned_out_not_to_be_capturable_fell_back(counted_alone):
     report = did(lambda x: waits(x.sin().cos().exp().tanh()).sin().cos().exp().tanh(), *[X] * 6)
     (line,) = check.fell_back(report)
-    assert "checked.waits.default" in line
+    assert "tests.waits.default" in line
     assert "name it in unsafe_ops" in line
     passes, text = check.verdict(report, 0.1)
     assert not passes
@@ -142,7 +129,7 @@ def test_nothing_to_check(counted_alone):
         'cgpass check: FAILED: nothing was compiled by cgpass: only torch.compile(..., backend="cgpass") in this process '
         "is checked, callables graphed by hand are not (cgpass.expect asks for their replays)"
     )
-    passes, text = check.verdict(did(host, X), 0.5)
+    passes, text = check.verdict(did(tagged, X), 0.5)
     assert not passes
     assert "FAILED: 0% of the 1 operator that compiled functions ran after their warm-ups" in text
     passes, text = check.verdict(did(lambda x: x.sin().cos(), X), 0.5)

@@ -9,24 +9,12 @@ from torch import nn
 
 import cgpass
 from cgpass.report.report import html
+from tests.operators import tagged, waits
+from tests.report.samples import joined
 
 X = torch.linspace(-1, 1, 64).view(8, 8)
 
 pytestmark = pytest.mark.usefixtures("simulated")
-
-
-@torch.library.custom_op("planted::waits", mutates_args=())
-def waits(x: torch.Tensor) -> torch.Tensor:
-    return x * x.sum().item()
-
-
-@torch.library.custom_op("planted::host", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def host(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
-waits.register_fake(torch.empty_like)
-host.register_fake(torch.empty_like)
 
 
 def chain(x):
@@ -52,9 +40,9 @@ def custom(x):
 
 
 def tiny(x):
-    y = host(chain(x))
+    y = tagged(chain(x))
     y = y.sin()  # planted
-    return chain(host(y))
+    return chain(tagged(y))
 
 
 def loop(x):
@@ -152,7 +140,7 @@ PLANTED = {
     "custom operator": (
         lambda: calls(custom, X),
         custom,
-        "planted.waits.default: capturing it failed (RuntimeError: operation not permitted when stream is capturing: aten.item.default) [failed_capture]",
+        "tests.waits.default: capturing it failed (RuntimeError: operation not permitted when stream is capturing: aten.item.default) [failed_capture]",
         "name it in unsafe_ops to avoid the failed capture",
     ),
     "graph break in a loop": (
@@ -172,21 +160,17 @@ def planted_at(fn):
     return next(n for n, text in enumerate(lines, first) if text.rstrip().endswith("planted"))
 
 
-def words(text):
-    return " ".join(text.split())
-
-
 @pytest.mark.parametrize("name", PLANTED)
 def test_cause_line_and_remedy_are_found_in_the_text(name):
     run, fn, cause, remedy = PLANTED[name]
     with cgpass.explain() as report:
         run()
-    costs = words(str(report).partition("What costs most:")[2].partition("\n\n")[0])
+    costs = joined(str(report).partition("What costs most:")[2].partition("\n\n")[0])
     for found in (f"test_planted.py:{planted_at(fn)}", cause, f"Do: {remedy}"):
         assert found in costs
     numbers = [costs.index(text) for text in (cause, f"Do: {remedy}")]
     assert re.findall(r"(\d+)\. (?:test_planted|\w+ of)", costs[: numbers[0]])  # one of the list
-    assert words(cause.partition(" [")[0]).replace("'", "&#39;") in words(html(report))
+    assert joined(cause.partition(" [")[0]).replace("'", "&#39;") in joined(html(report))
     assert max(map(len, str(report).splitlines())) <= 100
 
 
@@ -194,6 +178,5 @@ def test_a_call_on_the_cpu_says_so():
     call = torch.compile(chain, backend="cgpass", options={"driver": "auto"})
     with cgpass.explain() as report:
         call(X)
-    assert "it runs without CUDA graphs: it uses no CUDA device Do: move it to CUDA" in words(
-        str(report)
-    )
+    said = "it runs without CUDA graphs: it uses no CUDA device Do: move it to CUDA"
+    assert said in joined(report)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch._library.effects import EffectType
 
 import cgpass
 from cgpass.compile import culprits
@@ -10,43 +9,19 @@ from cgpass.compile.culprits import Finding
 from cgpass.compile.facts import op_tables
 from cgpass.report.model import GraphReport, PartitionReport
 from cgpass.report.report import Report, html
-from cgpass.runtime.capturing import is_capturing_here as is_recording
 from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.telemetry.reason import CHOSEN, OTHER_FIXES
 from cgpass.telemetry.summaries import counted
+from tests.operators import doubling, tagged, with_effect
 from tests.report.calls import CALLS
 from tests.unit.test_capturability import BLAMED, PROVOKED, written_at
 
 X = torch.linspace(0.1, 0.9, 16).view(4, 4)
 
 
-@torch.library.custom_op("reports::unsafe", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def unsafe(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
-@torch.library.custom_op("reports::fails", mutates_args=())
-def fails(x: torch.Tensor) -> torch.Tensor:
-    if is_recording():
-        raise RuntimeError("operation not permitted when stream is capturing")
-    return x * 2
-
-
-@torch.library.custom_op("reports::fails_too", mutates_args=())
-def fails_too(x: torch.Tensor) -> torch.Tensor:
-    if is_recording():
-        raise RuntimeError("operation not permitted when stream is capturing")
-    return x * 2
-
-
-@torch.library.custom_op("reports::notes", mutates_args=())
-def notes(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
-@torch.library.custom_op("reports::opaque", mutates_args=())
-def opaque(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
+fails, fails_too = (doubling(name, in_captures=False) for name in ("fails", "fails_too"))
+notes, opaque = doubling("notes"), doubling("opaque")
+with_effect(notes)
 
 
 def _reading_backward(ctx, grad):
@@ -54,15 +29,9 @@ def _reading_backward(ctx, grad):
     return grad * x.sum().item()
 
 
-for each in (unsafe, fails, fails_too, notes, opaque):
-    each.register_fake(torch.empty_like)
 opaque.register_autograd(
     _reading_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
 )
-if hasattr(notes, "register_effect"):
-    notes.register_effect(EffectType.ORDERED)
-else:
-    torch.library._register_effectful_op("reports::notes", EffectType.ORDERED)
 
 
 def observer(x):
@@ -75,9 +44,9 @@ def observer(x):
 # Code of the reason: what provokes it amid work that is captured, and the operator to blame.
 COMPILED = {
     "unsafe_ops": (lambda x: x.sigmoid(), "aten.sigmoid.default"),
-    "failed_capture": (lambda x: fails(x), "reports.fails.default"),
-    "opaque_autograd": (lambda x: opaque(x), "reports.opaque.default"),
-    "cudagraph_unsafe": (lambda x: unsafe(x), "reports.unsafe.default"),
+    "failed_capture": (lambda x: fails(x), "tests.fails.default"),
+    "opaque_autograd": (lambda x: opaque(x), "tests.opaque.default"),
+    "cudagraph_unsafe": (lambda x: tagged(x), "tests.tagged.default"),
     "host_read": (
         lambda x: x * torch.ones(int((x.sum() * 0 + 4).item())).sum(),
         "aten._local_scalar_dense.default",
@@ -88,7 +57,7 @@ COMPILED = {
         "aten._assert_scalar.default",
     ),
     "host_sync": (lambda x: x + torch.histc(x, 4), "aten.histc.default"),
-    "side_effect": (lambda x: notes(x), "with_effects(reports.notes.default)"),
+    "side_effect": (lambda x: notes(x), "with_effects(tests.notes.default)"),
     "bool_index": (
         lambda x: torch.ops.aten.index_put(x, [x > 0.5], x.sum()),
         "aten.index_put.default",
@@ -103,9 +72,9 @@ COMPILED = {
         "aten.leaky_relu.default",
     ),
     "torch_unsafe": (observer, "aten._fused_moving_avg_obs_fq_helper_functional.default"),
-    "too_small": (lambda x: unsafe(unsafe(x).cos()), "aten.cos.default"),
+    "too_small": (lambda x: tagged(tagged(x).cos()), "aten.cos.default"),
     "no_work": (
-        lambda x: unsafe(torch.cat([unsafe(x)[:0], unsafe(x.sin())[:0]])),
+        lambda x: tagged(torch.cat([tagged(x)[:0], tagged(x.sin())[:0]])),
         "aten.cat.default",
     ),
 }
@@ -200,7 +169,7 @@ def test_a_second_operator_that_cannot_be_captured_is_named():
     assert [part.captured for part in graph.partitions] == [True, False, True, False, True]
     (reason,) = graph.partitions[3].reasons
     line = fn.__code__.co_firstlineno + 3
-    assert (reason.code, reason.op) == ("failed_capture", "reports.fails_too.default")
+    assert (reason.code, reason.op) == ("failed_capture", "tests.fails_too.default")
     assert reason.line == f"test_reasons.py:{line} in fn: x = fails_too(x)"
     assert reason.detail == (
         "capturing it failed (RuntimeError: operation not permitted when stream is capturing)"

@@ -15,11 +15,7 @@ from cgpass.report.model import CopiedInput
 from cgpass.report.report import SCHEMA, Report, diff, html
 from cgpass.report.text import NOTHING, findings, headline, milliseconds, share, size, what
 from cgpass.telemetry.reason import Reason
-from tests.report.samples import READ, sample
-
-
-def joined(report):
-    return " ".join(str(report).split())
+from tests.report.samples import READ, joined, sample
 
 
 def test_it_is_kept_in_files(tmp_path):

@@ -1,10 +1,9 @@
 """Autocast's cache is off for who is inside, and for no other thread."""
 
-import threading
-
 import torch
 
 from cgpass.torch_private import autocast_cache_off
+from tests.usage.programs import in_threads
 
 
 def enabled_by_autocast():
@@ -18,9 +17,7 @@ def test_only_who_is_inside_notices():
         with autocast_cache_off():
             assert not enabled_by_autocast()
         assert not enabled_by_autocast()
-        thread = threading.Thread(target=lambda: told.append(enabled_by_autocast()))
-        thread.start()
-        thread.join()
+        in_threads(lambda: told.append(enabled_by_autocast()))
     assert told == [True]
     assert torch.is_autocast_cache_enabled()
     assert enabled_by_autocast()

@@ -14,31 +14,13 @@ from cgpass.compile.facts.capturability import (
 from cgpass.compile.facts.target import find_target
 from cgpass.telemetry.reason import Reason
 from tests.graphs import CUDA, Spec, calls, cpu, dynamic, fake_cuda_graph, ints
+from tests.operators import doubling, tagged
 
 aten = torch.ops.aten
 hops = torch.ops.higher_order
 
 
-@torch.library.custom_op(
-    "cgpass_tests::tagged", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
-)
-def tagged(x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
-
-
-@torch.library.custom_op("cgpass_tests::plain", mutates_args=())
-def plain(x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
-
-
-@torch.library.custom_op("cgpass_tests::formula_that_reads", mutates_args=())
-def formula_that_reads(x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
-
-
-tagged.register_fake(torch.empty_like)
-formula_that_reads.register_fake(torch.empty_like)
-plain.register_fake(torch.empty_like)
+plain, formula_that_reads = doubling("plain"), doubling("formula_that_reads")
 note_untraceable(formula_that_reads._opoverload)
 
 
@@ -140,13 +122,13 @@ BLAMED = {
     "unsafe_ops": ("aten.sin.default", 41),
     "failed_capture": ("aten.sin.default", 42),
     "python_call": ("sorted", 42),
-    "opaque_autograd": ("cgpass_tests.formula_that_reads.default", 41),
-    "cudagraph_unsafe": ("cgpass_tests.tagged.default", 41),
+    "opaque_autograd": ("tests.formula_that_reads.default", 41),
+    "cudagraph_unsafe": ("tests.tagged.default", 41),
     "host_read": ("aten._local_scalar_dense.default", 42),
     "dynamic_shape": ("aten.nonzero.default", 41),
     "host_state": ("aten.resize_.default", 42),
     "host_sync": ("aten.histc.default", 41),
-    "side_effect": ("with_effects(cgpass_tests.plain.default)", 42),
+    "side_effect": ("with_effects(tests.plain.default)", 42),
     "effect_token": ("prims._make_token.default", 42),
     "bool_index": ("aten.index.Tensor", 42),
     "control_flow": ("cond", 42),
@@ -241,7 +223,7 @@ def test_a_part_of_a_result_is_judged_as_what_made_it():
 
 
 def test_an_operator_with_effects_is_named_and_judged_as_itself():
-    assert why(with_effects(plain._opoverload)).op == "with_effects(cgpass_tests.plain.default)"
+    assert why(with_effects(plain._opoverload)).op == "with_effects(tests.plain.default)"
     check = with_effects(aten._linalg_check_errors.default)
     assert why(check).code == "host_sync"
     named = frozenset({"aten::_linalg_check_errors"})

@@ -10,6 +10,7 @@ import torch
 from cgpass import torch_private
 from cgpass.runtime.capturing import Pause
 from cgpass.runtime.driver import CUDADriver
+from tests.generators import FakeGenerator, State
 
 DEVICE = torch.device("cuda", 0)
 
@@ -56,7 +57,7 @@ class FakeGraph:
         self.log.append("replay")
         if self.draws is not None:
             state, steps = self.draws
-            state[1] += steps
+            state.offset += steps
 
     def reset(self):
         self.log.append("reset")
@@ -72,15 +73,15 @@ class FakeGraph:
             raise RuntimeError("capture_end")
 
 
-class FakeGenerator(torch.Generator):
-    def __init__(self, log, name):
-        super().__init__()
-        self.log, self.name = log, name
-        self.state = [0, 0]
-        """Seed and offset; handles share it."""
+class LoggedGenerator(FakeGenerator, torch.Generator):
+    """Has a name, and notes which states it is given."""
 
     def __new__(cls, *args):
-        return super().__new__(cls)
+        return torch.Generator.__new__(cls)
+
+    def __init__(self, log, name):
+        super().__init__(State(0))
+        self.log, self.name = log, name
 
     def __repr__(self):
         return self.name
@@ -89,24 +90,12 @@ class FakeGenerator(torch.Generator):
         return f"state of {self.name}"
 
     def graphsafe_get_state(self):
-        handle = FakeGenerator(self.log, f"handle of {self.name}")
-        handle.state = self.state
+        handle = LoggedGenerator(self.log, f"handle of {self.name}")
+        handle._state = self._state
         return handle
 
     def graphsafe_set_state(self, state):
         self.log.append(f"restore {state}")
-
-    def initial_seed(self):
-        return self.state[0]
-
-    def get_offset(self):
-        return self.state[1]
-
-    def manual_seed(self, seed):
-        self.state[:] = [seed, 0]
-
-    def set_offset(self, offset):
-        self.state[1] = offset
 
 
 @pytest.fixture
@@ -127,7 +116,7 @@ def cuda(monkeypatch):
     monkeypatch.setattr(cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(cuda, "device", lambda device: Pause())
     monkeypatch.setattr(cuda, "CUDAGraph", graph)
-    monkeypatch.setattr(cuda, "default_generators", [FakeGenerator(log, "default")])
+    monkeypatch.setattr(cuda, "default_generators", [LoggedGenerator(log, "default")])
     monkeypatch.setattr(
         torch_private, "clear_cublas_workspaces", lambda: log.append("clear workspaces")
     )
@@ -143,7 +132,7 @@ def cuda(monkeypatch):
 
 def test_a_capture(cuda):
     driver, log = cuda
-    generator = FakeGenerator(log, "mine")
+    generator = LoggedGenerator(log, "mine")
 
     def fn(args):
         log.append("run")
@@ -179,7 +168,7 @@ def test_a_failed_capture_is_ended_and_generators_are_repaired(cuda, end_raises)
     driver, log = cuda
     log.graph.end_raises = end_raises
     with pytest.raises(ValueError, match="user's"):
-        driver.record(failing, [FakeGenerator(log, "mine")], opaque=False)
+        driver.record(failing, [LoggedGenerator(log, "mine")], opaque=False)
     after = log[log.index("end") + 1 : -2]
     repair = ["register mine", "begin own pool thread_local", "end"]
     if end_raises:
@@ -288,28 +277,26 @@ def test_a_replay_draws_from_the_state_that_the_default_generator_has_now(cuda):
     log.graph.draws = (first, 4)  # what is recorded stays with the state that there was
     default.manual_seed(1)
     graph.replay()
-    assert first == [1, 4]
-    default.state = [2, 8]
+    assert first == State(1, 4)
+    default._state = State(2, 8)
     graph.replay()
-    assert default.state == [2, 12]
-    assert first == [1, 4]
-    default.state = [1, 4]  # stands where the other one does
+    assert (default.state, first) == (State(2, 12), State(1, 4))
+    default._state = State(1, 4)  # stands where the other one does
     graph.replay()
-    assert default.state == [1, 8]
-    assert first == [1, 4]
-    default.state = first
+    assert (default.state, first) == (State(1, 8), State(1, 4))
+    default._state = first
     graph.replay()
-    assert first == [1, 8]
+    assert first == State(1, 8)
 
 
 def test_a_graph_that_draws_nothing_asks_no_generator(cuda, monkeypatch):
     driver, log = cuda
     default = torch.cuda.default_generators[0]
     graph, _ = driver.record(lambda args: [], [], opaque=False)
-    default.state = [2, 8]
+    default._state = State(2, 8)
     graph.replay()
-    assert default.state == [2, 8]
-    monkeypatch.setattr(FakeGenerator, "get_offset", lambda self: log.append("asked"))
+    assert default.state == State(2, 8)
+    monkeypatch.setattr(LoggedGenerator, "get_offset", lambda self: log.append("asked"))
     log.clear()
     graph.replay()
     assert log == ["replay"]

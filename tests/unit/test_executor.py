@@ -92,13 +92,3 @@ def test_calls_run_plainly_on_request_and_recordings_stay(executor):
     executor.owner.plain = False
     executor([torch.ones(2)])
     assert counts(run_of(executor)) == (1, 1, 3, 3)
-
-
-def test_outputs_of_a_call_inside_of_a_transform_are_the_users_already():
-    first = runner(lambda x: [x * 2, x * 3], COPIED, outputs="owned")
-    step = Step("captured_0", first, (0,), (1, 2), drops=(0,))
-    executor = Executor(Plan(1, 3, (step,), (1, 2), visible=frozenset({0, 1})), first.owner)
-    for _ in range(3):
-        a, b = torch.func.vmap(lambda x: tuple(executor([x])))(torch.ones(3, 2))
-        assert (a.tolist(), b.tolist()) == ([[2.0, 2.0]] * 3, [[3.0, 3.0]] * 3)
-    assert counts(first) == (0, 0, 0, 3)

@@ -8,14 +8,10 @@ from cgpass.compile.culprits import find_culprit
 from cgpass.errors import CaptureError
 from cgpass.runtime.capturing import is_capturing_here
 from cgpass.runtime.simulated import SimulatedDriver
+from tests.operators import waits
 from tests.unit.runners import COPIED, call, counts, runner
 
 aten = torch.ops.aten
-
-
-@torch.library.custom_op("test_failed::reads", mutates_args=())
-def reads(x: torch.Tensor) -> torch.Tensor:
-    return x * x.sum().item()
 
 
 @torch.library.custom_op("test_failed::refuses", mutates_args=("x",))
@@ -43,7 +39,7 @@ def graph_of(*targets):
 
 
 SIN = aten.sin.default
-READS = torch.ops.test_failed.reads.default
+WAITS = waits._opoverload
 REFUSES = torch.ops.test_failed.refuses.default
 
 
@@ -54,7 +50,7 @@ def raising(x):
 @pytest.mark.parametrize(
     ("targets", "found", "clean"),
     [
-        ((SIN, READS, SIN, READS), "reads_default", True),
+        ((SIN, WAITS, SIN, WAITS), "waits_default", True),
         ((SIN, REFUSES, SIN), "refuses_default", True),
         ((SIN, aten.rand_like.default), None, True),
         ((SIN, raising), None, False),

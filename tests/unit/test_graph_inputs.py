@@ -1,11 +1,10 @@
 """Kinds of inputs, found from a graph's placeholders."""
 
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from cgpass.compile.facts.input_info import InputKind
 from cgpass.compile.facts.inputs import input_infos, seed_positions, value_kinds
-from tests.graphs import FakeCudaGenerator, dynamic, fake_cuda_graph, node_named
+from tests.graphs import FakeCudaGenerator, dynamic, fake_cuda_graph, node_named, traced
 
 
 def kinds(gm, **known):
@@ -81,16 +80,12 @@ def test_seeds_of_attention_are_found():
 COPIED, STATIC = InputKind.COPIED, InputKind.STATIC
 
 
-def graph(fn, *args):
-    return make_fx(fn, tracing_mode="fake")(*args)
-
-
 def views(a, b):
     return a.view(4).sin(), b.view(2, 2).cos()
 
 
 def test_views_lie_where_what_they_view_lies():
-    gm = graph(views, torch.zeros(2, 2), torch.zeros(4))
+    gm = traced(views, torch.zeros(2, 2), torch.zeros(4))
     a, b = (node.name for node in gm.graph.find_nodes(op="placeholder"))
     found = value_kinds(gm, {a: STATIC})
     assert (found[a], found["view"], found[b], found["view_1"]) == (STATIC, STATIC, COPIED, COPIED)
@@ -99,7 +94,7 @@ def test_views_lie_where_what_they_view_lies():
 def test_a_copy_shares_nothing_with_what_it_shared_memory_with():
     flat = torch.zeros(8)
     for copy in (0, 1):
-        gm = graph(views, flat[:4].view(2, 2), flat[4:])
+        gm = traced(views, flat[:4].view(2, 2), flat[4:])
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         found = value_kinds(gm, dict.fromkeys(names, STATIC), copies={names[copy]})
         other = names[1 - copy]

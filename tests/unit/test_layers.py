@@ -1,7 +1,6 @@
 """Import directions, and that importing cgpass is light."""
 
 import ast
-import functools
 from pathlib import Path
 
 import pytest
@@ -80,24 +79,13 @@ def is_private(imported):
     return names[0] == "torch" and bool(private)
 
 
-@functools.cache
-def parsed(path):
-    return ast.parse(path.read_text())
-
-
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_imports_point_down(path):
-    tree = parsed(path)
-    module = name_of(path)
+def test_imports_point_down_and_are_outside_of_functions(path):
+    tree, module = ast.parse(path.read_text()), name_of(path)
     assert part_of(module) in {*LAYERS, "__init__"}, f"{module} has no layer"
     broken = {name: forbidden(module, name) for name in imports(tree)}
     assert {name: why for name, why in broken.items() if why} == {}
-
-
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_no_import_inside_a_function(path):
-    module = name_of(path)
-    inside = list(imports(parsed(path), inside_functions=True))
+    inside = list(imports(tree, inside_functions=True))
     if module == "cgpass.__init__" or part_of(module) in ("torch_private", "report"):
         assert all(not name.startswith(".") for name in inside)
     else:

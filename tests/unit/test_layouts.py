@@ -2,25 +2,21 @@
 
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from cgpass.compile.layouts import inputs_as_traced, laid_out_otherwise, outputs_as_traced
+from tests.graphs import traced
 
 
 def test_conjugated_tensors_are_laid_out_as_what_they_stand_for():
     with FakeTensorMode() as mode:
         fake = torch.empty(2, 3, dtype=torch.complex64)
-    gm = make_fx(lambda x: x + 1, tracing_mode="fake")(torch.empty(2, 3, dtype=torch.complex64))
+    gm = traced(lambda x: x + 1, torch.empty(2, 3, dtype=torch.complex64))
     gm.graph.find_nodes(op="placeholder")[0].meta["val"] = fake
     value = torch.complex(torch.randn(3, 2), torch.randn(3, 2)).t().conj()
     seen = inputs_as_traced(gm, [0])([value])
     assert seen[0].stride() == (3, 1)
     assert torch.equal(seen[0], value)
     del mode
-
-
-def traced(fn, *inputs, mode="fake"):
-    return make_fx(fn, tracing_mode=mode)(*inputs)
 
 
 def test_outputs_of_a_partition_lie_as_it_was_traced():

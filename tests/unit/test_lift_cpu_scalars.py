@@ -84,6 +84,16 @@ return (mul, add)""",
         (lambda x: x + torch.tensor([1.0, 2.0, 3.0]).to("cuda:0"), [(3,)], False, {}),
         (lambda x, s: x * (s + 1), [(3,), cpu()], True, {}),
         (lambda x, s: x * s.sin(), [(3,), cpu()], False, {}),
+        (lambda x, s: x * (s / 3.0), [(3,), cpu()], False, {}),
+        (lambda x, s: s / x, [(64,), cpu(dtype=torch.float64)], True, {}),
+        (lambda x, s: s**x, [(64,), cpu(dtype=torch.float64)], True, {}),
+        (lambda x, s: x.long() // s, [(64,), cpu(dtype=torch.int64)], True, {}),
+        (
+            lambda x, s: x * (s / 3.0),
+            [(3,), cpu()],
+            True,
+            {"div": "cpu_number", "_to_copy_default": "lifted"},
+        ),
         (
             lambda x, s: x * s.sin(),
             [(3,), cpu()],
@@ -97,7 +107,6 @@ return (mul, add)""",
             {"sum_1": "cpu_tensor", "_to_copy_default": "lifted"},
         ),
     ],
-    ids=["constant", "computed", "other function", "other function by aten", "computed otherwise"],
 )
 def test_what_is_left_on_the_host(fn, specs, aten_kernels, left):
     gm = inference_graph(fn, *specs)
@@ -165,37 +174,10 @@ def test_aten_s_kernels_get_scalars_on_the_host_where_the_bits_differ(fn, dtype,
     assert list(boundaries(gm).values()) == ["cpu_scalar"] * aten_kernels
 
 
-@pytest.mark.parametrize(
-    ("aten_kernels", "left"),
-    [(False, {}), (True, {"div": "cpu_number", "_to_copy_default": "lifted"})],
-)
-def test_a_scalar_is_divided_by_a_number_where_aten_s_kernels_give_the_same_bits(
-    aten_kernels, left
-):
-    gm = inference_graph(lambda x, s: x * (s / 3.0), (3,), cpu())
-    assert lift(gm, aten_kernels=aten_kernels)
-    assert boundaries(gm) == left
-
-
 def test_a_scalar_that_is_computed_on_the_cpu_by_name_is_computed_on_the_device():
     gm = inference_graph(lambda x, s: x * s.to("cpu", torch.float64), (3,), cpu())
     assert lift(gm)
     assert {node.kwargs["device"] for node in calls(gm, aten._to_copy.default)} == {CUDA}
-
-
-@pytest.mark.parametrize(
-    ("fn", "dtype"),
-    [
-        (lambda x, s: s / x, torch.float64),
-        (lambda x, s: s**x, torch.float64),
-        (lambda x, s: x.long() // s, torch.int64),
-    ],
-    ids=["div", "pow", "integers"],
-)
-def test_aten_s_kernels_read_on_the_device_what_gives_the_same_bits_there(fn, dtype):
-    gm = inference_graph(fn, (64,), cpu(dtype=dtype))
-    assert lift(gm, aten_kernels=True)
-    assert not boundaries(gm)
 
 
 @pytest.mark.parametrize(

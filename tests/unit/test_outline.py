@@ -6,14 +6,13 @@ import torch
 from expecttest import assert_expected_inline
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from cgpass.compile.facts import values
 from cgpass.compile.facts.partition_tag import PartitionTag, get_tag
 from cgpass.compile.passes.base import PassContext, graph_text, run_passes
 from cgpass.compile.passes.outline import outline
 from cgpass.compile.passes.partition import Partition
-from tests.graphs import CUDA, calls, fake_cuda_graph, node_named, sync_between
+from tests.graphs import CUDA, calls, fake_cuda_graph, node_named, sync_between, traced
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -25,10 +24,6 @@ def cut(gm, device=CUDA, unsafe=(), minimum=1):
     outlined = outline(gm)
     outlined.graph.lint()
     return outlined
-
-
-def on_cpu(fn, *args, mode="fake"):
-    return make_fx(fn, tracing_mode=mode)(*args)
 
 
 def inputs(module):
@@ -85,7 +80,7 @@ def test_names_and_meta_stay():
 
 
 def test_attributes_are_in_every_submodule_that_uses_them():
-    gm = on_cpu(lambda x: (x.relu().exp() + 1) * 2, torch.ones(3))
+    gm = traced(lambda x: (x.relu().exp() + 1) * 2, torch.ones(3))
     gm.register_parameter("scale", torch.nn.Parameter(torch.full((3,), 5.0)))
     with gm.graph.inserting_before(calls(gm, aten.relu.default)[0]):
         scale = gm.graph.get_attr("scale")
@@ -185,7 +180,7 @@ def test_random_graphs_execute_equal(program):
     steps, unsafe, minimum = program
     torch.manual_seed(0)
     args = torch.rand(4, 4), torch.rand(4, 4)
-    gm = on_cpu(lambda *xs: run_program(steps, *xs), *(arg.clone() for arg in args))
+    gm = traced(lambda *xs: run_program(steps, *xs), *(arg.clone() for arg in args))
     expected = all_of(gm, args)
     before = [node for node in gm.graph.nodes if node.op == "call_function"]
     outlined = cut(gm, CPU, unsafe, minimum)

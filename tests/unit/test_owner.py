@@ -31,11 +31,17 @@ def recorded(run):
     return run.table.all()[-1]
 
 
-def test_a_recording_knows_what_it_may_lie_on():
+def both(factor=5, **settings):
+    """Two partitions that were recorded one after the other, and their recordings."""
     owner = Owner(SimulatedDriver())
-    first, second = partition(owner=owner), partition(lambda x: [x * 5], owner=owner)
-    old = recorded(first)
-    new = recorded(second)
+    first = partition(owner=owner)
+    second = partition(lambda x: [x * factor], owner=owner, **settings)
+    return first, second, recorded(first), recorded(second)
+
+
+def test_a_recording_knows_what_it_may_lie_on():
+    first, second, old, new = both()
+    owner = first.owner
     assert new.released == {old.birth: (0,)}
     assert new.memory.addresses() == old.memory.addresses(), "memory is used again"
     (held,), _ = first.run([X])
@@ -101,11 +107,7 @@ def test_a_rescue_is_all_or_nothing():
 
 def held_gradients(*, is_backward):
     """A forward that finds gradients of the call before, which lie where it writes."""
-    owner = Owner(SimulatedDriver())
-    forward = partition(owner=owner)
-    backward = partition(lambda x: [x * 3], owner=owner, is_backward=is_backward)
-    recorded(forward)
-    recorded(backward)
+    forward, backward, *_ = both(3, is_backward=is_backward)
     for value in range(8):
         (gradient,), _ = backward.run([X * value])
         for number in range(2):
@@ -129,11 +131,7 @@ def test_gradients_that_had_to_be_moved_once_get_a_pool_of_their_own():
 
 @pytest.mark.parametrize("own", [True, False])
 def test_gradients_that_another_partition_overwrites_have_time_to_be_dropped(own, monkeypatch):
-    owner = Owner(SimulatedDriver())
-    forward = partition(owner=owner)
-    backward = partition(lambda x: [x * 3], owner=owner, is_backward=True)
-    recorded(forward)
-    recorded(backward)
+    forward, backward, *_ = both(3, is_backward=True)
     held = [backward.run([X])[0]]
     monkeypatch.setattr(time, "sleep", lambda seconds: held.clear())
     call(backward if own else forward, X)
@@ -156,10 +154,7 @@ def test_recordings_go_before_a_larger_one_unless_a_backward_reads_what_is_held(
 
 
 def test_what_is_held_of_a_closed_recording_lies_where_no_older_one_writes():
-    owner = Owner(SimulatedDriver())
-    first, second = partition(owner=owner), partition(lambda x: [x * 5], owner=owner)
-    recorded(first)
-    recorded(second)
+    first, second, *_ = both()
     (held,), _ = second.run([X])
     second.close()
     assert call(first, X * 7) == [[14, 14]]
@@ -168,10 +163,7 @@ def test_what_is_held_of_a_closed_recording_lies_where_no_older_one_writes():
 
 def test_a_recording_that_was_closed_is_not_kept():
     """Not even where a younger one's outputs are held, or where its own lie elsewhere and are."""
-    owner = Owner(SimulatedDriver())
-    first, second = partition(owner=owner), partition(lambda x: [x * 5], owner=owner)
-    recorded(first)
-    recorded(second)
+    first, second, *_ = both()
     (emptied,), _ = first.run([X])
     (held,), _ = second.run([X])
     emptied.untyped_storage().resize_(0)

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import threading
 import weakref
 
 import pytest
@@ -14,6 +13,8 @@ from cgpass import torch_private
 from cgpass.errors import DriverUnavailableError
 from cgpass.runtime import rng, simulated
 from cgpass.runtime.simulated import SimulatedDriver, driver_for
+from tests.operators import waits
+from tests.usage.programs import in_threads
 
 
 @pytest.fixture
@@ -41,9 +42,7 @@ def test_host_code_runs_once_while_nothing_is_collected(driver):
     other = SimulatedDriver()
 
     def fn(x):
-        thread = threading.Thread(target=lambda: runs.append(other.is_capturing()))
-        thread.start()
-        thread.join()
+        in_threads(lambda: runs.append(other.is_capturing()))
         runs.extend([driver.is_capturing(), other.is_capturing(), gc.isenabled()])
         return [x + len(runs)]
 
@@ -80,14 +79,9 @@ def test_an_unregistered_generator_is_refused(driver):
         record(driver, lambda: [torch.rand(2, generator=generator)])
 
 
-@torch.library.custom_op("test_simulated::hidden", mutates_args=())
-def hidden(x: torch.Tensor) -> torch.Tensor:
-    return x * x.sum().item()
-
-
 @torch.library.custom_op("test_simulated::twice_hidden", mutates_args=())
 def twice_hidden(x: torch.Tensor) -> torch.Tensor:
-    return hidden(x) + 1
+    return waits(x) + 1
 
 
 @pytest.mark.parametrize(
@@ -98,7 +92,7 @@ def twice_hidden(x: torch.Tensor) -> torch.Tensor:
         lambda x: [x + torch.from_numpy(x.numpy())],
         lambda x: [x * [1, 2][torch.tensor(1)]],
         lambda x: [x.cpu() + 1],
-        hidden,
+        waits,
         twice_hidden,
     ],
 )

@@ -2,13 +2,13 @@
 
 import dataclasses
 import logging
-import threading
 
 import pytest
 
 from cgpass import telemetry
 from cgpass.telemetry.reason import CallReasons, Reason
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, counted
+from tests.usage.programs import in_threads
 
 
 @pytest.fixture
@@ -36,9 +36,7 @@ def test_a_signals_handler_may_ask_for_the_totals(registry):
         with registry.lock:
             found.append(telemetry.counters()["calls"])
 
-    thread = threading.Thread(target=asks, daemon=True)
-    thread.start()
-    thread.join(60)
+    in_threads(asks)
     assert found == [0]
 
 

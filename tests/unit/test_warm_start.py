@@ -25,6 +25,7 @@ from cgpass.compile import compilers
 from cgpass.compile.compilers import GraphCache
 from cgpass.options import Options
 from cgpass.torch_private import kept_graphs
+from tests.operators import doubling
 
 SIMULATED = {"driver": "simulated"}
 REPOSITORY = Path(cgpass.__file__).parents[1]
@@ -95,17 +96,23 @@ print(json.dumps([cgpass.counters(), out.tolist(), module[0].weight.grad.tolist(
 """
 
 
+def started(cache, *command, **environment):
+    """A process of its own, and where it has graphs kept."""
+    known = {"PYTHONPATH": str(REPOSITORY), "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    env = os.environ | known | environment
+    return subprocess.Popen([sys.executable, *command], env=env, stdout=subprocess.PIPE)
+
+
+def result(process):
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0
+    return json.loads(said.splitlines()[-1])
+
+
 def test_another_process_traces_nothing(tmp_path):
-    program = tmp_path / "program.py"
+    program, cache = tmp_path / "program.py", tmp_path / "cache"
     program.write_text(PROGRAM)
-    found = []
-    for seed in ("1", "2"):
-        env = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"), PYTHONHASHSEED=seed)
-        env["PYTHONPATH"] = str(REPOSITORY)
-        done = subprocess.run(
-            [sys.executable, str(program)], env=env, capture_output=True, text=True, check=True
-        )
-        found.append(json.loads(done.stdout.splitlines()[-1]))
+    found = [result(started(cache, str(program), PYTHONHASHSEED=seed)) for seed in "12"]
     (cold, *values), (warm, *again) = found
     assert values == again
     assert (cold["joint_graphs"], cold["graphs_kept"]) == (1, 0)
@@ -115,23 +122,14 @@ def test_another_process_traces_nothing(tmp_path):
 
 def test_processes_that_write_at_once_and_entries_that_are_cut_short(tmp_path):
     """Each has the same numbers; what can't be read is traced again."""
-    cache, env = tmp_path / "cache", dict(os.environ, PYTHONPATH=str(REPOSITORY))
-    env["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
-
-    def start():
-        return subprocess.Popen([sys.executable, "-c", PROGRAM], env=env, stdout=subprocess.PIPE)
-
-    def result(process):
-        said, _ = process.communicate(timeout=300)
-        assert process.returncode == 0
-        return json.loads(said.splitlines()[-1])
-
-    (_, *values), (_, *others) = map(result, [start(), start()])
-    entries = [path for path in cache.rglob("*") if path.is_file() and "aotautograd" in str(path)]
+    command = (tmp_path / "cache", "-c", PROGRAM)
+    (_, *values), (_, *others) = map(result, [started(*command), started(*command)])
+    kept = (tmp_path / "cache").rglob("*")
+    entries = [path for path in kept if path.is_file() and "aotautograd" in str(path)]
     assert entries
     for path in entries:
         os.truncate(path, path.stat().st_size // 2)
-    counted, *again = result(start())
+    counted, *again = result(started(*command))
     assert values == others == again
     assert (counted["joint_graphs"], counted["graphs_kept"]) == (1, 0)
 
@@ -311,12 +309,7 @@ def test_what_another_version_of_cgpass_kept_is_not_read(monkeypatch, tmp_path, 
     compilers._own_code.cache_clear()
 
 
-@torch.library.custom_op("cgpass_tests::doubled", mutates_args=())
-def doubled(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
-doubled.register_fake(torch.empty_like)
+doubled = doubling("doubled")
 
 
 def packs(x):

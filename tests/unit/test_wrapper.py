@@ -69,7 +69,7 @@ def quantised(x):
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 def test_quantised_tensors_are_refused():
     with pytest.raises(
-        InputError, match=r"input 0 is quantised \(torch.qint8\): a recording takes"
+        InputError, match=r"input 0 is quantised \(torch.qint8\): a recording takes .*pass its int_"
     ):
         wrap(lambda x: x.dequantize())(quantised(X))
     call = wrap(quantised)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import cgpass
 
@@ -171,6 +172,23 @@ def counted():
     found = {}
     yield found
     found.update({key: value - before[key] for key, value in cgpass.counters().items()})
+
+
+def noting(program, driver, found):
+    """The same program of steps; what each adds to the counters is noted where it runs with that driver."""
+
+    def noted(session):
+        steps = program(session)
+        while True:
+            with counted() as counters:
+                values = next(steps, None)
+            if values is None:
+                return
+            if session.options["driver"] == driver:
+                found.append(counters)
+            yield [value.detach().clone() for value in values]
+
+    return noted
 
 
 def assert_steady(counters, *, captured, recordings=None, eager=0, warmups=None, rerecordings=0):
@@ -378,6 +396,46 @@ class FindsRows(ReadsValue):
         return self.second(x) * (rows + 1)
 
 
+class Adapted(nn.Module):
+    """A frozen matrix, and two small ones that can be switched off."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.down, self.up, self.is_on = nn.Linear(8, 2), nn.Linear(2, 8), True
+
+    def forward(self, x):
+        y = self.frozen(x)
+        return torch.tanh(y + self.up(self.down(x)) if self.is_on else y)
+
+
+class Checkpointed(nn.Module):
+    """Recomputes its layers in the backward, their dropout among it."""
+
+    def __init__(self, layer=MLP):
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+class AssignedBuffer(nn.Module):
+    """Has a buffer that is a new tensor after each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("prev", torch.zeros(8))
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x) + self.prev.to(x.device))
+        self.prev = y.detach().mean(0)
+        return y
+
+
 def gradients(module):
     return [p.grad.clone() for p in module.parameters() if p.grad is not None]
 
@@ -398,26 +456,6 @@ def learn(module, loss, optimizer=None):
 
 def sgd(module, lr=0.1, **settings):
     return torch.optim.SGD(module.parameters(), lr=lr, **settings)
-
-
-def train(make, make_batch, *, steps=6, lr=0.1):
-    """A program: plain SGD steps on the sum of squares."""
-
-    def program(session):
-        module, call = session.compiled(make)
-        values = []
-        for batch in make_batch(session, steps):
-            out = call(batch)
-            values.append(out.detach().clone())
-            out.square().mean().backward()
-            values += gradients(module)
-            with torch.no_grad():
-                for parameter in module.parameters():
-                    parameter -= lr * parameter.grad
-            module.zero_grad(set_to_none=True)
-        return values + state(module)
-
-    return program
 
 
 def rows(*shape):
@@ -447,18 +485,28 @@ def sgd_step(module, call, batch, lr=0.1):
     return values + state(module)
 
 
-def changed_in_training(change, make=MLP, make_batch=None, count=12):
-    """A program that trains, and before every third step does something to the module."""
+def trained(make, make_batch=None, *, change=None, count=6):
+    """A program: steps of plain SGD, and before every third what is done to the module."""
 
     def program(session):
         module, call = session.compiled(make)
-        batches = make_batch(session, count) if make_batch else session.batches(4, 8, count=count)
-        values = []
-        for number, batch in enumerate(batches):
-            if number % 3 == 2:
+        for number, batch in enumerate((make_batch or rows(4, 8))(session, count)):
+            if change is not None and number % 3 == 2:
                 change(session, module)
-            values += sgd_step(module, call, batch)
-        return values
+            yield sgd_step(module, call, batch)
+
+    return program
+
+
+def trained_on(make, shapes, **kwargs):
+    """A program: a step of training on a batch of each of these shapes."""
+
+    def program(session):
+        module, call = session.compiled(make, **kwargs)
+        optimizer = sgd(module)
+        for shape in shapes:
+            loss = call(session.randn(*shape)).square().mean()
+            yield learn(module, loss, optimizer) + state(module)
 
     return program
 

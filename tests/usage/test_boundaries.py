@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from torch._library.effects import EffectType
 from torch.nn import functional as F
 
 from cgpass import telemetry
+from tests.operators import with_effect
 
 NOTED = []
 
@@ -17,10 +17,7 @@ def note(x: torch.Tensor) -> torch.Tensor:
 
 
 note.register_fake(torch.empty_like)
-if hasattr(note, "register_effect"):
-    note.register_effect(EffectType.ORDERED)
-else:
-    torch.library._register_effectful_op("effects_tests::note", EffectType.ORDERED)
+with_effect(note)
 
 
 def twice(session):

@@ -1,13 +1,10 @@
 """What a user holds keeps its value, and forwards and backwards come in any order."""
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
 
-import cgpass
-from tests.usage import programs
+from tests.operators import tagged
 from tests.usage.programs import (
     ALL,
     MLP,
@@ -16,6 +13,7 @@ from tests.usage.programs import (
     assert_steady,
     gradients,
     learn,
+    noting,
     steady,
 )
 
@@ -56,34 +54,11 @@ def test_outputs_and_gradients_stay(setting, compiler):
     assert counters["rescues"] > 0, counters
 
 
-def grown(program):
-    """A program, and a dict of what its counters say after each call of the function it is given."""
-    found = []
-
-    def noting(session):
-        found.clear()
-        start = cgpass.counters()
-
-        def note():
-            now = cgpass.counters()
-            found.append({key: value - start[key] for key, value in now.items()})
-
-        return program(session, note)
-
-    return noting, found
-
-
-def growth(found, key):
-    """By how much a counter grows from one call to the next."""
-    return [after[key] - before[key] for before, after in itertools.pairwise(found)]
-
-
 def plain_loop(*, dropped):
     """Nothing of a step is held in the next one's forward, or its gradients until the backward."""
 
-    def program(session, note):
+    def program(session):
         module, call = session.compiled(MLP)
-        values = []
         for batch in session.batches(4, 8, count=16):
             if dropped == "before":
                 module.zero_grad()
@@ -91,10 +66,10 @@ def plain_loop(*, dropped):
             if dropped == "between":
                 module.zero_grad()
             loss.backward()
-            values += [loss.detach().clone(), *gradients(module)]
+            found = [loss.detach(), *gradients(module)]
             del loss
-            note()
-        return values
+            yield found
+            found.clear()
 
     return program
 
@@ -105,17 +80,11 @@ NEEDED = 3 * 4 * 8 * 4
 
 @pytest.mark.parametrize("dropped", ["before", "between"])
 def test_the_plain_training_loop_copies_nothing_but_inputs(setting, dropped):
-    noting, found = grown(plain_loop(dropped=dropped))
-    ours = setting.run(noting)
-    settled = found[8:]
-    plain = setting.run(noting, driver="none")
-    assert not programs.differences(ours, plain)
-    steps = len(settled) - 1
-    assert steps >= 3
-    assert growth(settled, "rescues") == growth(settled, "rescued_bytes") == [0] * steps
-    assert growth(settled, "recordings") == growth(settled, "plain_calls") == [0] * steps
-    assert growth(settled, "replays") == [2] * steps
-    assert growth(settled, "copied_bytes") == [NEEDED] * steps
+    found = []
+    setting.compare(noting(plain_loop(dropped=dropped), setting.driver, found))
+    expected = {"rescues": 0, "rescued_bytes": 0, "recordings": 0, "plain_calls": 0}
+    expected |= {"replays": 2, "copied_bytes": NEEDED}
+    assert [{name: step[name] for name in expected} for step in found[9:]] == [expected] * 7
 
 
 def interleaved(session):
@@ -165,23 +134,21 @@ def graph_retained_later(session):
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradient_accumulation(setting, set_to_none):
-    def program(session, note):
+    def program(session):
         module, call = session.compiled(MLP)
-        values = []
-        for number, batch in enumerate(session.batches(4, 8, count=20)):
-            (call(batch).square().mean() / 4).backward()
-            if number % 4 == 3:
-                values += gradients(module)
-                module.zero_grad(set_to_none=set_to_none)
-                note()
-        return values
+        batches = iter(session.batches(4, 8, count=20))
+        for four in zip(*[batches] * 4, strict=True):
+            for batch in four:
+                (call(batch).square().mean() / 4).backward()
+            yield gradients(module)
+            module.zero_grad(set_to_none=set_to_none)
 
-    noting, found = grown(program)
-    assert_steady(setting.compare(noting), captured=2, recordings=2 + set_to_none)
-    setting.run(noting)
-    cycles = [found[0]["rescues"], *growth(found, "rescues")]
+    cycles = []
+    counters = setting.compare(noting(program, setting.driver, cycles))
+    assert_steady(counters, captured=2, recordings=2 + set_to_none)
     most = [1] * 5 if set_to_none else [1, 0, 0, 0, 0]
-    assert all(a <= b for a, b in zip(cycles, most, strict=True)), cycles
+    rescues = [cycle["rescues"] for cycle in cycles]
+    assert all(a <= b for a, b in zip(rescues, most, strict=True)), rescues
 
 
 # ---- what is returned, kept, handed on and edited, and the storages under it
@@ -332,31 +299,23 @@ def empty_results_are_enlarged(session):
 # ---- outputs that share memory although different partitions made them
 
 
-@torch.library.custom_op("holding::doubled", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def doubled(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
-doubled.register_fake(torch.empty_like)
-
-
 def output_and_later_part(x):
     y = (x * 2).sin().cos() + 1
-    z = doubled(y)
+    z = tagged(y)
     part = y[1:]
     return y, part, (part * z[1:]).sin().cos().tanh()
 
 
 def part_and_later_whole(x):
     base = (x * 2).sin().cos() + 1
-    z = doubled(base)
+    z = tagged(base)
     whole = base.view(-1)
     return base[1:], whole, (whole.view(x.shape) * z).sin().cos().tanh()
 
 
 def parts_of_what_is_not_returned(x):
     base = (x * 2).sin().cos() + 1
-    z = doubled(base)
+    z = tagged(base)
     return base[1:], base[:2], (base * z).sin().cos().tanh()
 
 

@@ -7,11 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.usage import programs
 from tests.usage.programs import (
     ALL,
     MLP,
-    Block,
     Counter,
     Ways,
     assert_steady,
@@ -19,6 +17,7 @@ from tests.usage.programs import (
     learn,
     long_enough,
     steady,
+    trained_on,
 )
 
 ways = Ways()
@@ -221,29 +220,17 @@ def one_of_two_overlapping_slices_is_written(session):
 # ---- sizes
 
 
-def lengths_trained(make, shapes, **kwargs):
-    def program(session):
-        module, call = session.compiled(make, **kwargs)
-        optimizer = programs.sgd(module)
-        for shape in shapes:
-            yield learn(module, call(session.randn(*shape)).square().mean(), optimizer)
-
-    return program
-
-
-BY_LENGTH = [(2, n, 16) for n in (5, 7, 9, 5, 9, 7, 7, 5)]
 ONE_AND_TWO = [(n, 8) for n in (4, 1, 2, 1, 4)]
-ways.add({"lengths": lengths_trained(Block, BY_LENGTH, dynamic=True)})
 ways.add(
     {
-        "empty inputs": lengths_trained(MLP, [(0, 8)] * 5),
-        "dynamic sizes of one and two": lengths_trained(MLP, ONE_AND_TWO, dynamic=True),
+        "empty inputs": trained_on(MLP, [(0, 8)] * 5),
+        "dynamic sizes of one and two": trained_on(MLP, ONE_AND_TWO, dynamic=True),
     },
     replays="some",
 )
 # as in other tests that build Inductor's kernels of it
 ways.add(
-    {"a last batch that is smaller": lengths_trained(MLP, [(4, 8), (4, 8), (4, 8), (2, 8)] * 4)},
+    {"a last batch that is smaller": trained_on(MLP, [(4, 8), (4, 8), (4, 8), (2, 8)] * 4)},
     settings=ALL,
 )
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.operators import doubling
 from tests.usage.programs import counted, gradients, one_of_each_on_cpu
 
 
@@ -22,13 +23,10 @@ def wait_too(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-@torch.library.custom_op("split_layouts::wait_later", mutates_args=())
-def wait_later(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
+wait_later = doubling("wait_later")
 
-
+wait_too.register_fake(torch.empty_like)
 for op in (wait_too, wait_later):
-    op.register_fake(torch.empty_like)
     op.register_autograd(lambda ctx, grad: wait(grad))
 
 OPTIONS = {"on_skip": "silent", "min_partition_ops": 1}

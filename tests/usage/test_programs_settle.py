@@ -1,7 +1,7 @@
 """Programs as users write them: after their first steps all calls are replays, and the numbers are those of no graphs.
 
-A program here is a generator, which yields what a user could see of each step. Everything may happen in the first half of
-its steps; in the second half no call runs without a graph and nothing is recorded.
+A program here is a generator, which yields what a user could see of each step. Everything may happen in the first 60 of
+its steps; in the 60 that follow no call runs without a graph and nothing is recorded.
 """
 
 import contextlib
@@ -23,54 +23,44 @@ from cgpass import telemetry, torch_private
 from tests.usage.programs import (
     ALL,
     MLP,
+    Adapted,
+    AssignedBuffer,
     Block,
+    Checkpointed,
     Ways,
     counted,
     gradients,
     learn,
+    noting,
     sgd,
     state,
+    trained_on,
 )
 
-STEPS, SETTLED = 60, 30
-COUNTED = ("warmups", "plain_calls", "recordings", "replays")
-NEVER = COUNTED[:3]
+STEPS, SETTLED = 120, 60
+NEVER = ("warmups", "plain_calls", "recordings")
 """What a program that settled does no more."""
-
-
-def counts():
-    counters = cgpass.counters()
-    return {name: counters[name] for name in COUNTED}
-
-
-def grown(before):
-    return {name: value - before[name] for name, value in counts().items()}
-
 
 settles = Ways()
 
 
-def check(setting, program):
-    """Run a program with graphs and without: the same bits, and only replays once it has settled."""
+def check(setting, program, *, steps=STEPS, settled=SETTLED):
+    """Run a program with graphs and without: the same bits, and only replays once it has settled. Gives the counters."""
     changes = []
 
     def for_so_long(session):
-        steps = program(session)
-        for _ in range(STEPS):
-            before = counts()
-            yield [value.detach().clone() for value in next(steps)]
-            if session.options["driver"] == setting.driver:
-                changes.append(grown(before))
+        return itertools.islice(program(session), steps)
 
-    setting.compare(for_so_long)
+    counters = setting.compare(noting(for_so_long, setting.driver, changes))
     unsettled = {
         number: change
         for number, change in enumerate(changes)
-        if number >= SETTLED and any(change[name] for name in NEVER)
+        if number >= settled and any(change[name] for name in NEVER)
     }
     assert not unsettled, unsettled
-    assert len(changes) == STEPS
-    assert sum(change["replays"] for change in changes[SETTLED:]) > 0
+    assert len(changes) == steps
+    assert sum(change["replays"] for change in changes[settled:]) > 0
+    return counters
 
 
 # ---- several forwards before a backward
@@ -107,27 +97,13 @@ def three_pending(session):
 # ---- state
 
 
-class Attribute(nn.Module):
+class Attribute(AssignedBuffer):
     """Keeps its state in a plain attribute."""
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.prev = torch.zeros(8)
-
-    def forward(self, x):
-        y = torch.tanh(self.linear(x) + self.prev.to(x.device))
-        self.prev = y.detach().mean(0)
-        return y
-
-
-class AssignedBuffer(Attribute):
-    """Keeps it in a buffer that is a new tensor after each call."""
-
-    def __init__(self):
-        super().__init__()
         del self.prev
-        self.register_buffer("prev", torch.zeros(8))
+        self.prev = torch.zeros(8)
 
 
 def stateful(make, *, training):
@@ -152,35 +128,15 @@ settles.add(
 )
 
 
-def trained(make, sizes):
-    def program(session):
-        module, call = session.compiled(make)
-        optimizer = sgd(module)
-        for size in sizes:
-            loss = call(session.randn(*size)).square().mean()
-            yield learn(module, loss, optimizer) + state(module)
-
-    return program
-
-
-class Checkpointed(nn.Module):
-    """Recomputes its blocks in the backward, their dropout among it."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(8, dropout=0.2) for _ in range(2))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x
+def layer():
+    return Block(8, dropout=0.2)
 
 
 settles.add(
     {
-        "checkpoint_inside": trained(Checkpointed, itertools.repeat((2, 3, 8))),
-        "two_batch_sizes": trained(MLP, [(4, 8), (8, 8)] * 30),
-        "growing_sizes": trained(MLP, [(2 + min(number // 4, 6), 8) for number in range(60)]),
+        "checkpoint_inside": trained_on(lambda: Checkpointed(layer), [(2, 3, 8)] * STEPS),
+        "two_batch_sizes": trained_on(MLP, [(4, 8), (8, 8)] * STEPS),
+        "growing_sizes": trained_on(MLP, [(2 + min(n // 8, 6), 8) for n in range(STEPS)]),
     }
 )
 
@@ -203,12 +159,98 @@ def teacher_and_student(session):
         yield [*values, *state(teacher)]
 
 
+@settles()
+def both_of_a_pair_through_one_model(session):
+    """As siamese networks."""
+    module, call = session.compiled(MLP)
+    optimizer = sgd(module)
+    while True:
+        pair = call(session.randn(4, 8)), call(session.randn(4, 8))
+        yield learn(module, F.pairwise_distance(*pair).mean(), optimizer)
+
+
+@settles()
+def features_of_a_frozen_model_in_the_loss(session):
+    """As perceptual losses: it sees what was made, and what was to be made."""
+    module, call = session.compiled(MLP)
+    _, features = session.compiled(lambda: MLP(8, 3).requires_grad_(False))
+    optimizer = sgd(module)
+    while True:
+        with torch.no_grad():
+            wanted = features(session.randn(4, 8))
+        loss = F.mse_loss(features(call(session.randn(4, 8))), wanted)
+        yield learn(module, loss, optimizer)
+
+
+@settles()
+def adversaries(session):
+    """As GANs: a judge learns from what the other one made, and then the other one from the judge."""
+    (maker, make), (judge, call) = session.compiled(MLP), session.compiled(MLP)
+    optimizers = sgd(judge), sgd(maker)
+    while True:
+        made = make(session.randn(4, 8))
+        loss = call(session.randn(4, 8)).square().mean() + (call(made.detach()) - 1).square().mean()
+        values = learn(judge, loss, optimizers[0])
+        yield values + learn(maker, call(made).square().mean(), optimizers[1])
+        judge.zero_grad()
+
+
+@settles()
+def preferences(session):
+    """As DPO: what is chosen and what is rejected, by a policy and by what it was at first."""
+    policy, call = session.compiled(MLP)
+    reference = session.compile(copy.deepcopy(policy).requires_grad_(False))
+    optimizer = sgd(policy)
+    while True:
+        chosen, rejected = session.randn(4, 8), session.randn(4, 8)
+        with torch.no_grad():
+            before = reference(chosen).mean() - reference(rejected).mean()
+        margin = call(chosen).mean() - call(rejected).mean() - before
+        yield learn(policy, -F.logsigmoid(margin), optimizer)
+
+
+@settles()
+def adapters_switched_on_and_off(session):
+    module, call = session.compiled(Adapted)
+    optimizer = sgd(module)
+    while True:
+        batch, module.is_on = session.randn(4, 8), False
+        with torch.no_grad():
+            before = call(batch)
+        module.is_on = True
+        yield learn(module, F.mse_loss(call(batch), before + 1), optimizer)
+
+
 # ---- weights that change
+
+
+@settles()
+def layers_frozen_now_and_then(session):
+    module, call = session.compiled(MLP)
+    optimizer = sgd(module)
+    for number in itertools.count():
+        module.layers[0].requires_grad_(number % 10 < 5)
+        yield learn(module, call(session.randn(4, 8)).square().mean(), optimizer)
 
 
 def swap_data(module, others):
     for parameter, other in zip(module.parameters(), others, strict=True):
         parameter.data, other.data = other.data, parameter.data
+
+
+@settles()
+def averages_swapped_in_for_evaluation(session):
+    module, call = session.compiled(MLP)
+    optimizer, averages = sgd(module), [p.detach().clone() for p in module.parameters()]
+    for number in itertools.count():
+        values = learn(module, call(session.randn(4, 8)).square().mean(), optimizer)
+        torch._foreach_lerp_(averages, [p.detach() for p in module.parameters()], 0.1)
+        if number % 5 == 4:
+            swap_data(module, averages)
+            with torch.no_grad():
+                values.append(call(session.randn(4, 8)))
+            swap_data(module, averages)
+        yield values
 
 
 @settles()
@@ -292,35 +334,24 @@ def weights_of_an_inner_loop(session):
 
 
 class Attention(nn.Module):
-    """Decodes one token with a cache of keys and values that it is given."""
-
-    def __init__(self, width=8):
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
-
-    def forward(self, x, position, keys, values):
-        keys.index_copy_(1, position, self.k(x))
-        values.index_copy_(1, position, self.v(x))
-        seen = torch.arange(keys.shape[1], device=x.device) <= position
-        scores = (self.q(x) @ keys.transpose(1, 2)).masked_fill(~seen, float("-inf"))
-        return scores.softmax(-1) @ values
-
-
-class Cached(nn.Module):
-    """The same with a cache of keys of its own."""
+    """Decodes one token, with a cache of keys of its own and one of values that it is given."""
 
     def __init__(self):
         super().__init__()
-        self.attention = Attention()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
         self.register_buffer("keys", torch.zeros(2, 6, 8))
 
     def forward(self, x, position, values):
-        return self.attention(x, position, self.keys, values)
+        self.keys.index_copy_(1, position, self.k(x))
+        values.index_copy_(1, position, self.v(x))
+        seen = torch.arange(self.keys.shape[1], device=x.device) <= position
+        scores = (self.q(x) @ self.keys.transpose(1, 2)).masked_fill(~seen, float("-inf"))
+        return scores.softmax(-1) @ values
 
 
 @settles(settings=ALL)
 def decoding_with_one_cache_that_stays_and_one_made_anew(session):
-    module, call = session.compiled(lambda: Cached().requires_grad_(False))
+    module, call = session.compiled(lambda: Attention().requires_grad_(False))
     for number in itertools.count():
         if number % 6 == 0:
             module.keys.zero_()
@@ -463,22 +494,6 @@ def test_after_its_first_steps_a_program_only_replays(way, program):
 # ---- programs that settle otherwise, and what does not grow
 
 
-class RunningMean(nn.Module):
-    """Writes its state in place."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.register_buffer("mean", torch.zeros(8))
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x):
-        y = self.linear(x)
-        self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
-        self.count += 1
-        return torch.tanh(y - self.mean)
-
-
 def runners(others=()):
     """Of the partitions that are captured now, but for those of earlier tests."""
     ran = [run.live() for _, found in telemetry.graph_runs().values() for run in found]
@@ -519,11 +534,8 @@ def test_layers_that_share_code_have_no_placeholders_for_weights(way, training):
 
     counters = way.compare(program)
     assert copied[-1][1] == 80 * (1 + training), copied
-    for (
-        number_of_bytes,
-        replays,
-    ) in copied:  # a layer's input and its gradient, never 16 x 16 weights
-        assert number_of_bytes <= replays * 2 * 4 * 16 * 4, copied
+    for num_bytes, replays in copied:  # a layer's input and its gradient, never 16 x 16 weights
+        assert num_bytes <= replays * 2 * 4 * 16 * 4, copied
     assert not any(inputs), inputs
     assert counters["recordings"] == 80 * (1 + training), counters
 
@@ -633,43 +645,32 @@ def made_anew(memory):
     return torch_private.on_storage(storage, memory)
 
 
-def test_a_buffer_that_is_made_anew_is_copied_wherever_it_comes_to_lie(setting):
+def buffer_that_is_made_anew(session):
+    module, call = session.compiled(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    norm, memories, order = module[1], session.batches(8), random.Random(0)
+    while True:
+        norm.running_mean = None
+        norm.running_mean = made_anew(order.choice(memories))
+        with torch.no_grad():
+            yield [call(session.randn(4, 8)), norm.running_mean, *memories]
+
+
+def data_swapped_in_every_step(session):
+    module, call = session.compiled(lambda: nn.Linear(8, 8))
+    memories, order = session.batches(8, 8), random.Random(0)
+    while True:
+        module.weight.data = made_anew(order.choice(memories))
+        loss = call(session.randn(4, 8)).square().mean()
+        yield learn(module, loss, sgd(module)) + memories
+
+
+@pytest.mark.parametrize(
+    ("program", "most"), [(buffer_that_is_made_anew, 2), (data_swapped_in_every_step, 4)]
+)
+def test_what_comes_to_lie_at_recycled_addresses_is_copied(setting, program, most):
     """Also where the one before it lay, or one long ago."""
-    totals = []
-
-    def program(session):
-        module, call = session.compiled(RunningMean)
-        memories, values, order = session.batches(8), [], random.Random(0)
-        for _ in range(200):
-            before = counts()
-            module.mean = None
-            module.mean = made_anew(order.choice(memories))
-            with torch.no_grad():
-                values += [call(session.randn(4, 8)).clone(), module.mean.clone()]
-            totals.append(grown(before))
-        return values + memories
-
-    counters = setting.compare(program)
-    assert not any(total[name] for total in totals[8:] for name in NEVER), totals
-    assert counters["recordings"] <= 2, counters
-
-
-def test_data_swapped_in_every_step_among_recycled_addresses_is_copied(setting):
-    totals = []
-
-    def program(session):
-        module, call = session.compiled(lambda: nn.Linear(8, 8))
-        memories, values, order = session.batches(8, 8), [], random.Random(0)
-        for _ in range(200):
-            before = counts()
-            module.weight.data = made_anew(order.choice(memories))
-            values += learn(module, call(session.randn(4, 8)).square().mean(), sgd(module))
-            totals.append(grown(before))
-        return [value.clone() for value in values + memories]
-
-    counters = setting.compare(program)
-    assert not any(total[name] for total in totals[8:] for name in NEVER), totals
-    assert counters["recordings"] <= 4, counters
+    counters = check(setting, program, steps=200, settled=8)
+    assert counters["recordings"] <= most, counters
 
 
 def test_a_thousand_results_that_are_passed_back_are_replays(way):

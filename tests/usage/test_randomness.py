@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 from cgpass.errors import CheckpointError
+from tests.operators import tagged
 from tests.usage.programs import (
     ON_CUDA,
     USUAL,
@@ -505,21 +506,11 @@ def test_recomputed_dropout_through_inductor_drops_what_the_forward_dropped(sett
     assert_replays(setting.compare(dropped(DroppedRows), **OPTIONS, min_partition_ops=1))
 
 
-@torch.library.custom_op("randomness::unsafe", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def unsafe(x: torch.Tensor) -> torch.Tensor:
-    """What no graph may hold, and does nothing."""
-    return x.clone()
-
-
-unsafe.register_fake(torch.empty_like)
-unsafe.register_autograd(lambda ctx, grad: grad)
-
-
 class DropsBetween(DroppedRows):
     """A dropout of so few operators that it runs eagerly in the forward, and is captured in the backward."""
 
     def drop(self, x):
-        return unsafe(F.dropout(unsafe(x), 0.5))
+        return tagged(F.dropout(tagged(x), 0.5))
 
     def forward(self, x):
         for factor in range(2, 10):

@@ -8,23 +8,10 @@ import torch
 import cgpass
 from cgpass import telemetry
 from cgpass.errors import CaptureError
+from tests.operators import tagged, waits
 from tests.usage import programs
 
 X = torch.ones(4)
-
-
-@torch.library.custom_op("summaries::host", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def host(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
-@torch.library.custom_op("summaries::waits", mutates_args=())
-def waits(x: torch.Tensor) -> torch.Tensor:
-    return x * x.sum().item()
-
-
-host.register_fake(torch.empty_like)
-waits.register_fake(torch.empty_like)
 
 
 class Breaks(torch.nn.Module):
@@ -50,7 +37,7 @@ def summary_of(fn, **options):
 
 
 def long_unsafe(x):
-    return host(host((x * 2).sin().cos().tanh()).cos().sin()) + 1
+    return tagged(tagged((x * 2).sin().cos().tanh()).cos().sin()) + 1
 
 
 def test_operators_that_are_too_small_a_partition_have_their_reason():
@@ -59,7 +46,7 @@ def test_operators_that_are_too_small_a_partition_have_their_reason():
     assert head == (
         f"inference of test_summary.py:{line} in long_unsafe: 1 partition captured (4 operators), 1 eager (5 operators)"
     )
-    assert first.startswith(f"  eager_1: summaries.host.default at test_summary.py:{line} in")
+    assert first.startswith(f"  eager_1: tests.tagged.default at test_summary.py:{line} in")
     assert "[cudagraph_unsafe]" in first
     assert (
         "its partition would hold 2 operators that do work on the device (views don't count), min_partition_ops is 4 "
@@ -97,7 +84,7 @@ def test_calls_that_ran_without_a_graph_are_named():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("fn", [long_unsafe, lambda x: x.sin().cos() + 1, lambda x: host(x)])
+@pytest.mark.parametrize("fn", [long_unsafe, lambda x: x.sin().cos() + 1, lambda x: tagged(x)])
 def test_none_captures_nothing_and_has_nothing_to_say(fn, caplog):
     with caplog.at_level(logging.INFO, "cgpass"):
         (line, *_), counters = summary_of(
@@ -128,13 +115,13 @@ def test_a_partition_whose_calls_are_refused_is_not_shown_as_captured():
         for _ in range(3):
             message = refusal(call)
     assert 'can\'t be captured as a whole, and on_skip="raise" refuses its calls' in message
-    assert 'with "warn" all but this would be captured: summaries.waits' in message
+    assert 'with "warn" all but this would be captured: tests.waits' in message
     assert (counters["calls"], counters["warmups"], counters["skips"]) == (4, 1, 1)
     assert counters["partitions_captured"] == 0
     (graph,) = telemetry.graphs(before["graphs"])
     head, reason = str(graph).splitlines()
     assert head.endswith("0 partitions captured (0 operators), 1 eager (6 operators)")
-    assert reason.startswith("  captured_0: summaries.waits.default at test_summary.py:")
+    assert reason.startswith("  captured_0: tests.waits.default at test_summary.py:")
     assert ': on_skip="raise" refuses its calls: capturing it failed (' in reason
     cgpass.reset()
     (graph,) = telemetry.graphs(before["graphs"])

@@ -22,6 +22,7 @@ from tests.usage.programs import (
     learn,
     sgd,
     state,
+    trained_on,
 )
 
 MODELS = {
@@ -34,35 +35,29 @@ MODELS = {
 
 @pytest.mark.parametrize("model", MODELS)
 def test_training_replays_every_step_but_the_first(setting, model):
-    counters = setting.compare(programs.train(*MODELS[model]))
+    counters = setting.compare(programs.trained(*MODELS[model]))
     assert_steady(counters, captured=2)
     assert counters["calls"] == 12
 
 
-def changing_sizes(sizes, **kwargs):
-    def program(session):
-        module, call = session.compiled(MLP, **kwargs)
-        for size in sizes:
-            out = call(session.randn(size, 8))
-            yield [out.detach(), *learn(module, out.square().mean())]
-
-    return program
+def of_sizes(*sizes):
+    return trained_on(MLP, [(size, 8) for size in sizes], dynamic=True)
 
 
 def test_each_size_of_a_dynamic_shape_has_its_recording(setting):
-    counters = setting.compare(changing_sizes([10, 6, 4] * 3, dynamic=True))
+    counters = setting.compare(of_sizes(*[10, 6, 4] * 3))
     assert_steady(counters, captured=2, recordings=6, warmups=6)
 
 
 def test_larger_sizes_that_come_later_have_smaller_ones_recorded_in_their_memory(setting):
-    counters = setting.compare(changing_sizes([4, 6, 10] * 4, dynamic=True))
+    counters = setting.compare(of_sizes(*[4, 6, 10] * 4))
     # 4 and 6 once before a larger one came and once afterwards
     assert_steady(counters, captured=2, recordings=10, warmups=6)
 
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_a_number_read_in_the_middle_splits_forward_and_backward(setting, compiler):
-    program = programs.train(ReadsValue, programs.rows(4, 8))
+    program = programs.trained(ReadsValue, programs.rows(4, 8))
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         counters = setting.compare(program, on_skip="silent", compiler=compiler)
     assert_steady(counters, captured=4, eager=2)  # the backward reads the number again
@@ -70,7 +65,7 @@ def test_a_number_read_in_the_middle_splits_forward_and_backward(setting, compil
 
 def test_a_size_that_depends_on_data_splits_the_forward(setting):
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        counters = setting.compare(programs.train(FindsRows, programs.rows(4, 8)), on_skip="silent")
+        counters = setting.compare(programs.trained(FindsRows), on_skip="silent")
     assert counters["partitions_eager"] >= 1
     assert_replays(counters)
 
@@ -226,7 +221,7 @@ class Attention(nn.Module):
 
 
 for half, unsafe in (("forward", FORWARD), ("backward", [f"{op}_backward" for op in FORWARD])):
-    attended = programs.train(Attention, programs.rows(2, 6, 16))
+    attended = programs.trained(Attention, programs.rows(2, 6, 16))
     ways.add(
         {f"attention whose {half} is eager": attended},
         replays="some",

@@ -11,7 +11,7 @@ from torch import nn
 import cgpass
 from cgpass.errors import OptionError, VerificationError
 from tests.usage import programs
-from tests.usage.programs import MLP
+from tests.usage.programs import MLP, trained_on
 from tests.usage.test_broken_drivers import frozen_rng, no_input_copy, no_write_back
 
 
@@ -31,21 +31,9 @@ class Layer(nn.Module):
         return self.norm(F.dropout(self.second(x), 0.2))
 
 
-def trained(session):
-    module, call = session.compiled(Layer)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    values = []
-    for batch in session.batches(4, 8, count=12):
-        loss = call(batch).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        values.append(loss.detach().clone())
-    return values + programs.state(module)
-
-
 @pytest.mark.parametrize("rng", ["exact", "paired"])
 def test_what_is_right_passes_and_stays_as_it_is(way, rng):
+    trained = trained_on(Layer, [(4, 8)] * 12)
     expected = way.run(trained, rng=rng)
     with cgpass.verify() as verification:
         checked = way.run(trained, rng=rng)

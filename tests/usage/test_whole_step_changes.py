@@ -21,7 +21,7 @@ from cgpass import torch_private
 from tests.usage import programs
 from tests.usage.programs import MLP
 from tests.usage.test_whole_steps import Loss as Squares
-from tests.usage.test_whole_steps import Training, sgd
+from tests.usage.test_whole_steps import Training, compared, sgd
 
 EACH = 4
 """Steps after each change: in pieces where it is noticed so, then a warm-up, a recording, a replay."""
@@ -55,13 +55,11 @@ def expected(changes, usual):
     }
 
 
-def one_by_one(changes, *, meanwhile=False, prepare=None, **settings):
+def one_by_one(changes, *, meanwhile=False, **settings):
     """A program: changes, each with what it makes of the steps after it."""
 
     def program(session):
         training = Training(session, **settings)
-        if prepare is not None:
-            prepare(training)
         for batch in session.batches(4, 8, count=EACH):
             training.run(batch)
         program.names, program.whole = [(len(training.values), "nothing")], {}
@@ -346,8 +344,7 @@ def test_a_signal_while_a_change_is_noted(way, change, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    found = programs.differences(way.run(program), way.run(program, driver="none"))
-    assert not found
+    compared(way, program)
 
 
 ON_THE_HOST = {"cpu": 3, "cuda": 0}
@@ -416,20 +413,8 @@ SCALER = {
 }
 
 
-def with_a_scaler(session):
-    scaler = torch.amp.GradScaler(session.device.type, init_scale=2.0**8, growth_interval=2)
-    prepare = lambda training: setattr(training, "scaler", scaler)  # noqa: E731
-    changes = expected(SCALER, EACH - 1)
-    program = one_by_one(changes, max_norm=1.0, scaler=scaler, prepare=prepare)
-    values = program(session)
-    if session.options["driver"] != "none":
-        assert program.whole == {name: number for name, (_, number) in changes.items()}
-    return [*values, scaler.get_scale()]
-
-
 def test_numbers_of_a_scaler(way):
-    found = programs.differences(way.run(with_a_scaler), way.run(with_a_scaler, driver="none"))
-    assert not found
+    check(way, SCALER, max_norm=1.0, scale=2.0**8)
 
 
 def flag(holder, name, *value):
@@ -625,7 +610,7 @@ def test_hooks_that_no_python_code_sees(way, process_group):
             assert any("weight has hooks" in why for why in training.step.in_pieces)
         return training.found()
 
-    assert not programs.differences(way.run(program), way.run(program, driver="none"))
+    compared(way, program)
 
 
 def ddp(module):
@@ -680,8 +665,7 @@ def test_a_learning_rate_that_a_hook_sets_stays(way):
         assert rates == [0.01, 0.01, 0.01, 0.005, 0.0025, 0.00125]
         return training.found()
 
-    found = programs.differences(way.run(program), way.run(program, driver="none"))
-    assert not found
+    compared(way, program)
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["module", "closure"])

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import threading
 import weakref
 
 import pytest
@@ -13,8 +12,9 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import cgpass
+from tests.operators import tagged
 from tests.usage import programs
-from tests.usage.programs import MLP
+from tests.usage.programs import MLP, Adapted, AssignedBuffer, Checkpointed
 
 STEPS = 10
 
@@ -22,8 +22,11 @@ STEPS = 10
 class Training:
     """A module with an optimizer and a step; the values that a user sees of each."""
 
-    def __init__(self, session, make=MLP, optimizer=None, loss_fn=None, **settings):
-        self.session = session
+    def __init__(self, session, make=MLP, optimizer=None, loss_fn=None, scale=None, **settings):
+        self.session, self.scaler = session, None
+        if scale is not None:
+            scaler = torch.amp.GradScaler(session.device.type, scale, growth_interval=2)
+            settings["scaler"] = self.scaler = scaler
         self.module = session.module(make)
         made = optimizer or (lambda params: torch.optim.AdamW(params, lr=0.01, fused=True))
         self.optimizer = made(self.module.parameters())
@@ -43,6 +46,7 @@ class Training:
         values = pytree.tree_leaves(self.values)
         values = [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
         values += programs.state(self.module)
+        values += [self.scaler.get_scale()] if self.scaler else []
         optimizers = self.optimizer if isinstance(self.optimizer, list) else [self.optimizer]
         for optimizer in optimizers:
             for state in optimizer.state.values():
@@ -137,29 +141,6 @@ class Branches(nn.Module):
         return self.used(x)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([MLP(), MLP()])
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
-        return x
-
-
-class Adapted(nn.Module):
-    """A frozen matrix, and two small ones that learn."""
-
-    def __init__(self):
-        super().__init__()
-        self.frozen = nn.Linear(8, 8).requires_grad_(False)
-        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
-
-    def forward(self, x):
-        return self.frozen(x) + self.up(self.down(x))
-
-
 def with_results(module):
     def loss_fn(x):
         out = module(x)
@@ -174,20 +155,6 @@ def two_terms(module):
         return module(x).square().mean() + sum(p.square().sum() for p in module.parameters())
 
     return loss_fn
-
-
-class NewBuffer(nn.Module):
-    """Assigns a buffer anew in each call."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = MLP()
-        self.register_buffer("mean", torch.zeros(8))
-
-    def forward(self, x):
-        out = self.body(x) + self.mean
-        self.mean = out.detach().mean(0)
-        return out
 
 
 def assign_parameters(training):
@@ -269,54 +236,37 @@ class Loss(nn.Module):
         return self.module(x).square().mean()
 
 
-class Layer(nn.Module):
-    """Of a transformer: `kind` is that of `Model`."""
+class Gpt(nn.Module):
+    """Embedding and head are one parameter."""
 
-    def __init__(self, kind):
+    def __init__(self):
         super().__init__()
-        norm = nn.RMSNorm if kind == "llama" else nn.LayerNorm
-        self.first, self.second = norm(16), norm(16)
-        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
-        self.up, self.down = nn.Linear(16, 64), nn.Linear(32 if kind == "llama" else 64, 16)
-        self.kind, self.dropout = kind, nn.Dropout(0.1)
-
-    def forward(self, x):
-        shape = (*x.shape[:2], 3, 4, 4)
-        q, k, v = self.qkv(self.first(x)).view(shape).permute(2, 0, 3, 1, 4).unbind()
-        causal = self.kind in ("gpt", "llama")
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        x = x + self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
-        hidden = self.up(self.second(x))
-        if self.kind == "llama":
-            hidden = F.silu(hidden[..., :32]) * hidden[..., 32:]
-        return x + self.dropout(self.down(F.gelu(hidden)))
-
-
-class Model(nn.Module):
-    """What real ones are made of. The loss is to tell 32 classes of tokens, or of patches, apart."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.kind = kind
-        self.tokens, self.patches = nn.Embedding(32, 16), nn.Conv2d(3, 16, 4, 4)
-        self.positions = nn.Parameter(torch.zeros(16, 16))
-        convs = [nn.Sequential(nn.Conv2d(16, 16, 3, 1, 1), nn.BatchNorm2d(16)) for _ in range(2)]
-        self.body = nn.ModuleList(convs if kind == "resnet" else [Layer(kind)])
-        self.head = nn.Linear(16, 32)
-        if kind == "gpt":
-            self.head.weight = self.tokens.weight
+        self.tokens, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+        self.head.weight = self.tokens.weight
+        self.norm, self.qkv = nn.LayerNorm(16), nn.Linear(16, 48)
+        self.feed = nn.Sequential(
+            nn.RMSNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.Dropout(0.1)
+        )
 
     def forward(self, x):
         ids = (x[:, :16].abs() * 16).long().clamp(max=31)
-        image = self.kind in ("vit", "resnet")
-        x = self.patches(x.view(-1, 3, 16, 16)) if image else self.tokens(ids).transpose(1, 2)
-        if self.kind == "resnet":
-            for layer in self.body:
-                x = x + layer(x).relu()
-        x = x.flatten(2).transpose(1, 2) + self.positions
-        for layer in self.body if self.kind != "resnet" else ():
-            x = layer(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+        x = self.tokens(ids)
+        q, k, v = self.qkv(self.norm(x)).view(-1, 16, 3, 4, 4).permute(2, 0, 3, 1, 4).unbind()
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + mixed.transpose(1, 2).flatten(2)
+        return F.cross_entropy(self.head(x + self.feed(x)).flatten(0, 1), ids.flatten())
+
+
+class Resnet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.patches, self.head = nn.Conv2d(3, 16, 4, 4), nn.Linear(16, 32)
+        self.body = nn.Sequential(nn.Conv2d(16, 16, 3, 1, 1), nn.BatchNorm2d(16), nn.ReLU())
+
+    def forward(self, x):
+        x = self.patches(x.view(-1, 3, 16, 16))
+        x = self.head((x + self.body(x)).mean((2, 3)))
+        return F.cross_entropy(x, torch.arange(len(x), device=x.device))
 
 
 def with_autocast(module):
@@ -327,9 +277,9 @@ def with_autocast(module):
     return loss_fn
 
 
-def of_family(kind):
+def of_family(make):
     return use(
-        make=lambda: Model(kind),
+        make=make,
         loss_fn=with_autocast,
         optimizer=groups_of,
         every=schedule("LambdaLR", lr_lambda=lambda step: 1 / (1 + step)),
@@ -339,10 +289,10 @@ def of_family(kind):
 
 
 USES = {
-    **{kind: of_family(kind) for kind in ("gpt", "bert", "llama", "vit", "resnet")},
+    "gpt": of_family(Gpt),
+    "resnet": of_family(Resnet),
     "plain": use(),
     "clipping": use(max_norm=0.1),
-    "sgd with momentum": use(optimizer=sgd(0.9)),
     "a schedule of groups": use(
         every=schedule("CosineAnnealingLR", T_max=5), optimizer=groups_of, max_norm=1.0
     ),
@@ -362,7 +312,7 @@ USES = {
     "adapters": use(make=Adapted),
     "a penalty": use(loss_fn=two_terms),
     "accumulated": use(accumulate=3, whole=0),
-    "a new buffer in each step": use(make=NewBuffer),
+    "a new buffer in each step": use(make=AssignedBuffer),
     "parameters replaced": use(change=assign_parameters, whole=4),
     "data swapped in every step": use(every=lambda training, _: swap_data(training)),
     "steps by hand": use(every=steps_by_hand),
@@ -388,7 +338,6 @@ USES = {
     ),
     "results beside the loss": use(loss_fn=with_results),
     "an input as a result": use(loss_fn=lambda m: lambda x: (m(x).square().mean(), x), whole=0),
-    "a module as the loss": use(loss_fn=Loss),
     "a compiled module as the loss": use(loss_fn=lambda m: torch.compile(Loss(m))),
     "a schedule of one cycle": use(
         every=schedule("OneCycleLR", begin=3, max_lr=0.1, total_steps=20, cycle_momentum=False),
@@ -486,17 +435,12 @@ def test_numbers_are_those_of_a_loop_written_by_hand(way):
 
 
 def scaled(session, *, max_norm):
-    scaler = torch.amp.GradScaler(session.device.type, init_scale=2.0**10, growth_interval=2)
-
-    def loss_fn(module):
-        return lambda x: module(x).square().mean()
-
-    training = Training(session, loss_fn=loss_fn, scaler=scaler, max_norm=max_norm)
+    training = Training(session, scale=2.0**10, max_norm=max_norm)
     for number, batch in enumerate(session.batches(4, 8, count=STEPS)):
         if number in (3, 6):
             batch[0, 0] = float("inf")
         training.run(batch)
-        training.values.append(scaler._scale.clone())
+        training.values.append(training.scaler._scale.clone())
     assert training.step.whole_calls == (0 if session.options["driver"] == "none" else STEPS - 1), (
         training.step.explain()
     )
@@ -641,20 +585,18 @@ def raising(session):
     return training.found()
 
 
-def held(session):
-    """Losses and norms of all steps are held, and are what they were."""
-    training = Training(session, max_norm=1.0)
-    copies = []
-    for batch in session.batches(4, 8, count=STEPS):
-        training.run(batch)
-        copies.append([value.clone() for value in training.values[-2:]])
-    now = list(zip(training.values[::2], training.values[1::2], strict=True))
-    for before, after in zip(copies, now, strict=True):
-        assert all(map(torch.equal, before, after))
-    return training.found()
-
-
 def test_results_are_the_users_own(way):
+    """Losses and norms of all steps are held, and are what they were."""
+
+    def held(session):
+        training = Training(session, max_norm=1.0)
+        copies = []
+        for batch in session.batches(4, 8, count=STEPS):
+            training.run(batch)
+            copies += [value.clone() for value in training.values[-2:]]
+        assert all(map(torch.equal, copies, training.values))
+        return training.found()
+
     compared(way, held)
 
 
@@ -675,24 +617,13 @@ def differentiable_twice(module):
     return loss_fn
 
 
-@torch.library.custom_op(
-    "whole_steps::on_host", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
-)
-def on_host(x: torch.Tensor) -> torch.Tensor:
-    return x * float(x.sum().item() > 0) + x
-
-
-on_host.register_fake(torch.empty_like)
-on_host.register_autograd(lambda ctx, grad: grad * 2)
-
-
 class HalfOnHost(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.second = MLP(), MLP()
 
     def forward(self, x):
-        return self.second(torch.ops.whole_steps.on_host(self.first(x)))
+        return self.second(tagged(self.first(x)))
 
 
 REASONS = {
@@ -730,9 +661,9 @@ def test_pieces_say_why(way, name, caplog):
 
 
 @pytest.mark.parametrize(
-    ("scaler", "outputs"), [(False, "shared"), (True, "shared"), (False, "owned")]
+    ("scale", "outputs"), [(None, "shared"), (2.0**8, "shared"), (None, "owned")]
 )
-def test_parts_that_cannot_be_captured_run_in_turn(way, scaler, outputs):
+def test_parts_that_cannot_be_captured_run_in_turn(way, scale, outputs):
     def change(training, number):
         if number == 4:
             training.optimizer.param_groups[0]["weight_decay"] = 0.5
@@ -740,8 +671,7 @@ def test_parts_that_cannot_be_captured_run_in_turn(way, scaler, outputs):
             swap_data(training)
 
     def program(session):
-        scale = torch.amp.GradScaler(session.device.type, 2.0**8) if scaler else None
-        settings = {"loss_fn": with_results, "scaler": scale, "max_norm": 0.1}
+        settings = {"loss_fn": with_results, "scale": scale, "max_norm": 0.1}
         made = use(make=HalfOnHost, every=change, **settings)
         values = made(session)
         if session.options["driver"] != "none":
@@ -801,8 +731,7 @@ def test_a_capture_that_fails_leaves_the_scaler_as_it_was(way, monkeypatch):
     monkeypatch.setattr(nn.utils, "clip_grad_norm_", fails_in_captures)
 
     def program(session):
-        scaler = torch.amp.GradScaler(session.device.type, init_scale=2.0**10)
-        training = Training(session, scaler=scaler, max_norm=1.0)
+        training = Training(session, scale=2.0**10, max_norm=1.0)
         for batch in session.batches(4, 8, count=STEPS):
             training.run(batch)
         if session.options["driver"] != "none":
@@ -835,21 +764,8 @@ def test_an_interrupted_capture_leaves_no_gradients(way, monkeypatch):
 def test_one_step_called_by_several_threads(way, make):
     def program(session):
         training = Training(session, make=make)
-        batch, errors = session.randn(4, 8), []
-
-        def run():
-            try:
-                for _ in range(STEPS):
-                    training.run(batch)
-            except Exception as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=run) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not errors, errors
+        batch = session.randn(4, 8)
+        programs.in_threads(*[lambda: [training.run(batch) for _ in range(STEPS)]] * 3)
         training.values.sort(key=float)  # in which order threads came is not known
         return training.found()
 
