@@ -51,7 +51,7 @@ from cgpass.runtime.inputs import (
 )
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recorder, Recording
-from cgpass.runtime.rng import forward_states, note_positions, put_on_the_device
+from cgpass.runtime.rng import distances, forward_states, note_replayed, put_on_the_device
 from cgpass.runtime.table import RecordingTable, Seen
 from cgpass.runtime.writes import Changes
 from cgpass.telemetry import CallStats, new_call_stats, progress, tracing
@@ -144,10 +144,6 @@ class PartitionRunner:
         )
         self._last: tuple[ShapeKey, bytes, list[Recording]] | None = None
         """Key and recordings of the last replay of what lay in place."""
-        self._draws: list[int] = []
-        """Of this call's key: see `Seen.draws`."""
-        self._due: Sequence[Seen] = ()
-        """Keys to be remembered at the end of this call, when it is known how far their operators draw."""
         self._here = threading.local()
         """True if this thread ran a call without a graph: libraries keep handles for each thread."""
         self._started = 0.0
@@ -177,22 +173,14 @@ class PartitionRunner:
         recording is replayed over held memory; placeholders and temporaries do not.
         """
         self.stats.calls += 1
-        self._due = ()
         layout = self.layout
         if layout.seeds:
             put_on_the_device(args, layout.seeds, self.owner.driver.device)
-        states = forward_states(args, layout.objects) if layout.objects else ()
-        start = states[0].start() if states else None
-        if states:
-            self._draws = []
+        states, start = forward_states(args, layout.objects) if layout.objects else ((), None)
         made = self._row(args) or self._row(args) or self._row(args)
         if made is None:  # each time it was rescued from where it lay
             made = self._plain(args, "not_in_the_pool", "values that they read were copied out")
         if not isinstance(made, Recording):
-            if states:
-                note_positions(states, start, self._draws, replayed=False)
-            for each in self._due:
-                self.table.remember(each)
             return made
         self.owner.note_handed_out(made)  # before it can be held, whatever happens
         outputs = made.run(args)
@@ -200,7 +188,7 @@ class PartitionRunner:
         self.stats.replays += 1
         self.stats.copied_bytes += made.copied_bytes
         if states:
-            note_positions(states, start, made.draws, replayed=True)
+            note_replayed(states, start, made.draws)
         return outputs, made
 
     def _row(self, args: list[Any]) -> Recording | Plain | None:
@@ -327,12 +315,12 @@ class PartitionRunner:
         keys = {(shape, found.places): storages}
         places, _ = self.layout.split(key)  # some may be copied: as it will be in these places
         keys.setdefault((shape, places), inputs.storages(args, places))
-        known = [table.get(*each) for each in keys]
-        self._draws = next((each.draws for each in known if each is not None), [])
         objects = tuple(args[i] for i in self.layout.objects)
-        new = [Seen(*each, self._draws, objects, cause) for each in reversed(keys.items())]
+        states, start = forward_states(objects, range(len(objects)))
         outputs = self._warm_up(args, why)
-        self._due = new
+        draws = distances(states, start)
+        for each in reversed(keys.items()):
+            table.remember(Seen(*each, draws, objects, cause))
         return outputs, None
 
     def _warm_up(self, args: list[Any], why: str | None = None) -> Sequence[Any]:
