@@ -487,10 +487,10 @@ class PartitionRunner:
 
     def _add(self, recording: Recording, seen: Seen, found: Found, key: bytes) -> None:
         """Keep a recording, and say why it was made."""
-        cause, values = seen.cause, found.values
-        if seen.recordings.get(values):
+        cause, others = seen.cause, seen.recordings
+        if others.get(found.values):
             cause = "held", _HELD
-        elif seen.recordings:
+        elif others:
             names = describe(self.layout.infos, self.layout.pooled, limit=_NAMED)
             cause = "memory", f"values of other partitions moved: {names}"
         note = RecordingNote(
@@ -510,9 +510,9 @@ class PartitionRunner:
         if self.is_backward and not self._first_slot:
             recording.backward = self
         self.owner.add_recording(recording)
-        recordings = self.table.add(seen, values, recording)
+        others.setdefault(found.values, []).append(recording)
         if not found.copied:
-            self._last = (seen.key[0], key, recordings)
+            self._last = (seen.key[0], key, others[found.values])
 
     def _close(self, recordings: Sequence[Recording]) -> None:
         self._last = None
