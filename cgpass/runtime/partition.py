@@ -122,6 +122,7 @@ class PartitionRunner:
     def __post_init__(self, infos: Sequence[InputInfo]) -> None:
         self._traced_as, self.name = self.name, self.source.of(self.name)
         options, owner = self.options, self.owner
+        self._refuses = options.on_skip == "raise"
         self.stats: CallStats = new_call_stats()
         self.reasons = CallReasons()
         """Why calls ran without a graph."""
@@ -195,10 +196,10 @@ class PartitionRunner:
         """Rows 1, 2 and 4 for calls whose addresses are those of a recording; None if what is read was moved."""
         owner, layout, last = self.owner, self.layout, self._last
         if owner.bypassed is not None:
+            why = _BYPASSED.get(owner.bypassed, "")
             if owner.bypassed == "transform":
-                self._say_once("transform", _BYPASSED["transform"])
-            code = owner.bypassed if owner.bypassed in _BYPASSED else None
-            return self._run_plainly(args, code, _BYPASSED.get(owner.bypassed, ""))
+                self._say_once("transform", why)
+            return self._run_plainly(args, owner.bypassed if why else None, why)
         if self.check_layout and (shared := shared_with_written(args, self.written)):
             tensors = [i for i, value in enumerate(args) if isinstance(value, torch.Tensor)]
             alike = [i for i in tensors if args[i].untyped_storage().data_ptr() in shared]
@@ -346,9 +347,8 @@ class PartitionRunner:
         """Say why calls run without a graph, and what to do about it, until failures are forgotten once."""
         if code not in self._said:
             self._said.add(code)
-            fix = fix or OTHER_FIXES[code]
-            text = f"{self.name}: calls like this one run without a graph: {why.rstrip('.')}"
-            self._say(f"{text}. {fix[0].upper()}{fix[1:]}.")
+            text = f"{self.name}: calls like this one run without a graph: {why}"
+            self._say(_advising(text, fix or OTHER_FIXES[code]))
 
     def _say(self, text: str) -> None:
         log.log(logging.WARNING if self.options.on_skip == "warn" else logging.INFO, "%s", text)
@@ -593,10 +593,6 @@ class PartitionRunner:
         self._say(text)
         return outputs
 
-    @property
-    def _refuses(self) -> bool:
-        return self.options.on_skip == "raise"
-
     def _refuse(self, error: Exception, advice: str) -> NoReturn:
         self._refusal = self._message(_text_of(error), advice)
         raise CaptureError(self._refusal) from error
@@ -604,8 +600,11 @@ class PartitionRunner:
     def _message(self, why: str, advice: str) -> str:
         then = "runs without a graph from now on"
         then = 'on_skip="raise" refuses its calls' if self._refuses else then
-        text = f"{self.name} can't be captured and {then}: {why}"
-        return f"{text.rstrip('.')}. {advice[0].upper()}{advice[1:]}."
+        return _advising(f"{self.name} can't be captured and {then}: {why}", advice)
+
+
+def _advising(text: str, fix: str) -> str:
+    return f"{text.rstrip('.')}. {fix[0].upper()}{fix[1:]}."
 
 
 def _text_of(error: Exception) -> str:

@@ -144,10 +144,6 @@ class Recording:
         self._views_at, self._views = tuple(views), tuple(views.values())
         self._other_aliases = [(n, a) for n, a in aliases.items() if n not in same | views]
 
-    def seal(self) -> None:
-        """Note that nobody but this recording holds its outputs; to be called once, last of all."""
-        self.memory.seal()
-
     def may_replay(self, args: Sequence[Any]) -> bool:
         """Tell whether a replay writes no inputs that somebody else holds."""
         if self.closed:
@@ -308,7 +304,7 @@ class Recorder:
             stats=self.stats,
         )
         del outputs
-        recording.seal()
+        recording.memory.seal()  # last of all: nobody else holds them
         return recording
 
     def _outside(
@@ -333,17 +329,15 @@ class Recorder:
     def _placeholders(self, args: Sequence[Any], copied: Sequence[int]) -> dict[int, Placeholder]:
         """Copies of inputs. See Note [Placeholders are shared]."""
         numbers: Counter[tuple[Any, ...]] = Counter()
-        known, found = self.owner.placeholders, dict[int, Placeholder]()
+        known = self.owner.placeholders if self.shares_inputs else {}
+        found = dict[int, Placeholder]()
         for i in copied:
             value, info = args[i], self.layout.infos[i]
             like, whole = layout_of(value), info.whole_storage
             key = (numbers[like], *like, *(place_of(value) if whole else ()))
             numbers[like] += 1
             try:
-                same = known.get(key) if self.shares_inputs else None
-                found[i] = same or Placeholder(value, whole_storage=whole)
-                if self.shares_inputs:
-                    known[key] = found[i]
+                known[key] = found[i] = known.get(key) or Placeholder(value, whole_storage=whole)
                 found[i].copy_from(value)
             except (torch.OutOfMemoryError, MemoryError):
                 raise
