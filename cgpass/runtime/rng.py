@@ -182,27 +182,19 @@ class _InPlaceOf(Mode):
 
     def __init__(self, default: torch.Generator, state: torch.Generator) -> None:
         super().__init__()
-        self._default = default
-        self._state = state
+        is_on_cuda = state.device.type == "cuda"
+        self._get = default.graphsafe_get_state if is_on_cuda else default.get_state
+        self._set: Any = default.graphsafe_set_state if is_on_cuda else default.set_state
+        self._state = state if is_on_cuda else state.get_state()
         self._before: Any = None
 
     def begin(self) -> None:
-        default, state = self._default, self._state
-        if state.device.type == "cuda":
-            self._before = default.graphsafe_get_state()
-            default.graphsafe_set_state(state)
-        else:
-            self._before = default.get_state()
-            default.set_state(state.get_state())
+        self._before = self._get()
+        self._set(self._state)
 
     def undo(self) -> None:
-        default, before = self._default, self._before
-        if before is None:
-            return
-        if self._state.device.type == "cuda":
-            default.graphsafe_set_state(before)
-        else:
-            default.set_state(before)
+        if self._before is not None:
+            self._set(self._before)
         self._before = None
 
 
