@@ -312,13 +312,9 @@ class Recorder:
     ) -> dict[int, torch.UntypedStorage]:
         """Return the storages, by address, that the callable read or returned but neither got nor made."""
         owner = self.owner
-        found = dict(watched.outside)
-        found.update(
-            (value.untyped_storage().data_ptr(), value.untyped_storage())
-            for value in outputs
-            if watched.is_unknown(value)
-            or (has_place(value) and value.device != owner.driver.device)
-        )
+        found = watched.outside | watched.unknown(outputs)
+        elsewhere = [v for v in outputs if has_place(v) and v.device != owner.driver.device]
+        found |= {v.untyped_storage().data_ptr(): v.untyped_storage() for v in elsewhere}
         if found:  # of these, the driver knows what was made beside operators
             made = owner.driver.live_blocks(slot)
             for address in found.keys() & made:
