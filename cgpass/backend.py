@@ -289,14 +289,8 @@ class Compilation:
         fn = self._compile_tensors(gm, inputs, compiler)
         if not backward:
             torch_private.hide_output_stride(at)
-        call = caller_of(
-            fn,
-            "backward" if backward else "forward",
-            pairs.devices,
-            at,
-            exact=self.options.rng == "exact",
-        )
-        return torch_private.mark_boxed(lambda args: call(args))
+        exact = self.options.rng == "exact"
+        return caller_of(fn, pairs.devices, at, is_backward=backward, exact=exact)
 
     def _compile_tensors(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], compiler: Compiler

@@ -76,8 +76,8 @@ class FailedOperators:
             if node.op == "call_function" and (found := self._operators.get(_name(node))):
                 node.meta[PROVEN] = found
 
-    def add(self, node: fx.Node, why: _Why) -> bool:
-        """Add the operator of a node, and have the function compiled again; returns whether it will be."""
+    def add(self, node: fx.Node) -> bool:
+        """Add the operator of a node that is marked, and have the function compiled again; returns whether it will be."""
         code = None if self._code is None else self._code()
         if code is None or self._compile_id is None or self._communicates:
             return False
@@ -86,7 +86,7 @@ class FailedOperators:
             if not torch_private.compile_again(code, self._compile_id):
                 return False
             known.replaced.append(self._function)
-        known.operators[_name(node)] = why
+        known.operators[_name(node)] = node.meta[PROVEN]
         return True
 
 
@@ -111,17 +111,15 @@ class FailedCapture:
 
     def __call__(self, args: list[Any], error: Exception) -> tuple[str, bool]:
         """See `OnFailure`."""
-        finding = Finding(clean=False)
+        culprit, is_clean = None, False
         if self.driver is not None:
             with contextlib.suppress(torch.OutOfMemoryError):
-                finding = find_culprit(self.gm, self.as_traced(list(args)), self.driver)
-        culprit = finding.culprit
+                culprit, is_clean = find_culprit(self.gm, self.as_traced(list(args)), self.driver)
         if culprit is not None:
-            culprit.meta[PROVEN] = finding.why
             reason = why_not_capturable(culprit, torch.device("meta"))
             assert reason is not None
             why = str(reason)
-        elif finding.clean and not is_capture_error(error):
+        elif is_clean and not is_capture_error(error):
             raise error  # it comes from neither the partition nor the capture
         else:
             why = first_line(error)
@@ -137,7 +135,7 @@ class FailedCapture:
                 f'{self.what} can\'t be captured as a whole, and on_skip="raise" refuses its calls; with "warn" all but '
                 f"this would be captured: {why}"
             ) from error
-        return why, self.operators.add(culprit, finding.why)
+        return why, self.operators.add(culprit)
 
     def forget(self) -> None:
         """See `OnFailure`."""
@@ -148,20 +146,13 @@ class FailedCapture:
         telemetry.replace_partition(self.graph, part)
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The result of running a partition operator by operator."""
-
-    culprit: fx.Node | None = None
-    why: _Why = ("", "")
-    clean: bool = True
-    """True if everything ran as it should, so that nothing is wrong with the partition."""
-
-
-def find_culprit(gm: fx.GraphModule, args: Sequence[Any], driver: GraphDriver) -> Finding:
+def find_culprit(
+    gm: fx.GraphModule, args: Sequence[Any], driver: GraphDriver
+) -> tuple[fx.Node | None, bool]:
     """Run a partition operator by operator: once without a graph, then in a capture, to see at which it fails.
 
-    What the partition writes is copied first, and generators are where they were.
+    What the partition writes is copied first, and generators are where they were. Returns the operator, marked as
+    `PROVEN`, and whether nothing is wrong with the partition, since everything ran as it should.
     """
     with torch.inference_mode(False), torch.no_grad(), random_state_kept(driver.device, args):
         follower = _Following(gm)
@@ -173,7 +164,7 @@ def find_culprit(gm: fx.GraphModule, args: Sequence[Any], driver: GraphDriver) -
             run(_private(gm, args))
         except Exception as error:
             log.debug("running a partition by its operators failed: %s", error)
-            return Finding(clean=False)
+            return None, False
         try:
             graph, outputs = driver.record(run, _private(gm, args), opaque=False)
         except Exception as error:
@@ -183,12 +174,12 @@ def find_culprit(gm: fx.GraphModule, args: Sequence[Any], driver: GraphDriver) -
                 or node is None
                 or node.op != "call_function"
             ):
-                return Finding(clean=False)
-            why = "failed_capture", f"capturing it failed ({first_line(error)})"
-            return Finding(node, why)
+                return None, False
+            node.meta[PROVEN] = "failed_capture", f"capturing it failed ({first_line(error)})"
+            return node, False
         del outputs
         graph.reset()
-        return Finding()
+        return None, True
 
 
 def _private(gm: fx.GraphModule, args: Sequence[Any]) -> list[Any]:

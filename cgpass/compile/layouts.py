@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from cgpass.compile.facts.values import graph_outputs, symbol_of
-from cgpass.runtime.inputs import copy_all
+from cgpass.runtime.inputs import as_bits
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 """Takes one list of inputs, which it may empty, and returns a sequence of outputs."""
@@ -21,12 +21,10 @@ _Place = tuple[int, int | None]
 """An input, and the dimension of a tensor."""
 
 
-_Sizes = Callable[[Sequence[Any]], tuple[int, ...]]
-_LayOut = Callable[[list[Any], tuple[int, ...]], None]
-
-
-def _as_traced(gm: fx.GraphModule, values: Iterable[tuple[int, object]]) -> tuple[_Sizes, _LayOut]:
-    """Have tensors lie as these values were traced: reads the sizes of a call off its inputs, and copies what lies otherwise."""
+def _strides_as_traced(
+    gm: fx.GraphModule, values: Iterable[tuple[int, object]]
+) -> Callable[[Sequence[Any]], dict[int, tuple[int, ...]]]:
+    """Make a function that tells, from the inputs of a call, with which strides values were traced."""
     wanted: dict[int, tuple[Any, ...]] = {}
     for position, value in values:
         fake = value.meta.get("val") if isinstance(value, fx.Node) else None
@@ -38,13 +36,8 @@ def _as_traced(gm: fx.GraphModule, values: Iterable[tuple[int, object]]) -> tupl
     # now: compiling may replace symbols by numbers
     places = {s: place for s, place in _bindings(gm).items() if s in symbols}
 
-    def sizes(args: Sequence[Any]) -> tuple[int, ...]:
-        return tuple(
-            [args[at] if dim is None else args[at].shape[dim] for at, dim in places.values()]
-        )
-
     @functools.lru_cache
-    def strides_at(sizes: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+    def strides_at(*sizes: int) -> dict[int, tuple[int, ...]]:
         known = dict(zip(places, map(sympy.Integer, sizes), strict=True))
         found = {
             i: [s if isinstance(s, int) else s.xreplace(known) for s in strides]
@@ -56,12 +49,19 @@ def _as_traced(gm: fx.GraphModule, values: Iterable[tuple[int, object]]) -> tupl
             if all(isinstance(s, int | sympy.Integer) for s in strides)  # none depends on data
         }
 
-    def lay_out(values: list[Any], sizes: tuple[int, ...]) -> None:
-        for i, stride in strides_at(sizes).items():
-            if isinstance(values[i], torch.Tensor) and not _lies(values[i], stride):
-                values[i] = _copied(values[i], stride)
+    def strides_of(args: Sequence[Any]) -> dict[int, tuple[int, ...]]:
+        sizes = [args[at] if dim is None else args[at].shape[dim] for at, dim in places.values()]
+        return strides_at(*sizes)
 
-    return sizes, lay_out
+    return strides_of
+
+
+def _lay_out(values: list[Any], strides: dict[int, tuple[int, ...]]) -> list[Any]:
+    """Replace those that lie otherwise by copies."""
+    for i, stride in strides.items():
+        if isinstance(values[i], torch.Tensor) and not _lies(values[i], stride):
+            values[i] = _copied(values[i], stride)
+    return values
 
 
 def outputs_as_traced(gm: fx.GraphModule) -> Callable[[Boxed], Boxed]:
@@ -69,14 +69,12 @@ def outputs_as_traced(gm: fx.GraphModule) -> Callable[[Boxed], Boxed]:
 
     Inductor does so for outputs that it computes, but may lay a view out anew.
     """
-    sizes_of, lay_out = _as_traced(gm, enumerate(graph_outputs(gm)))
+    strides_of = _strides_as_traced(gm, enumerate(graph_outputs(gm)))
 
     def wrap(fn: Boxed) -> Boxed:
         def run(args: list[Any]) -> list[Any]:
-            sizes = sizes_of(args)
-            outputs = list(fn(args))
-            lay_out(outputs, sizes)
-            return outputs
+            strides = strides_of(args)
+            return _lay_out(list(fn(args)), strides)
 
         return run
 
@@ -88,13 +86,8 @@ def inputs_as_traced(
 ) -> Callable[[list[Any]], list[Any]]:
     """Make a function that has inputs of a call at `positions` lie as a graph was traced with them."""
     inputs = gm.graph.find_nodes(op="placeholder")
-    sizes_of, lay_out = _as_traced(gm, [(i, inputs[i]) for i in positions])
-
-    def run(args: list[Any]) -> list[Any]:
-        lay_out(args, sizes_of(args))
-        return args
-
-    return run
+    strides_of = _strides_as_traced(gm, [(i, inputs[i]) for i in positions])
+    return lambda args: _lay_out(args, strides_of(args))
 
 
 def laid_out_otherwise(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
@@ -140,7 +133,7 @@ def _copied(value: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     for d, step in enumerate(stride):
         if step == 0:  # all along it are one element
             target, value = target.narrow(d, 0, 1), value.narrow(d, 0, 1)
-    copy_all([target], [value])
+    as_bits(target).copy_(as_bits(value.resolve_conj()))
     return copy
 
 

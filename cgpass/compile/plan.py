@@ -17,11 +17,8 @@ from cgpass.runtime.executor import Plan, Step
 from cgpass.runtime.partition import PartitionRunner
 from cgpass.telemetry.summaries import PartitionSummary
 
-Run = Any
-"""A CUDAGraphWrapper or a boxed callable."""
 
-
-def build_plan(gm: fx.GraphModule, runs: Mapping[str, Run], visible: frozenset[int]) -> Plan:
+def build_plan(gm: fx.GraphModule, runs: Mapping[str, Any], visible: frozenset[int]) -> Plan:
     """Plan the calls of a graph as `outline` leaves it: `runs` by submodule, `visible` positions of outputs that the user gets."""
     slots: dict[fx.Node, int] = {}
     constants: list[tuple[int, Any]] = []
@@ -67,7 +64,7 @@ def build_plan(gm: fx.GraphModule, runs: Mapping[str, Run], visible: frozenset[i
 def whole_plan(
     num_inputs: int,
     num_outputs: int,
-    run: Run,
+    run: Any,
     name: str,
     visible: frozenset[int],
     made: tuple[str, ...] = (),

@@ -42,22 +42,24 @@ _WRAPPED = (
 )
 
 
+_Graphs = tuple[torch_private.TrainingLayout, Boxed, Boxed, tuple[int, ...]]
+"""Layout, forward, backward, and the inputs that get gradients, once both graphs are there."""
+
+
 class TrainingCall:
     """A forward and a backward graph, called in turns by autograd."""
 
     def __init__(self) -> None:
         self._forward: Boxed | None = None
-        self._backward: Boxed | None = None
         self._layout: torch_private.TrainingLayout | None = None
         self._num_forwards = 0
-        self._wanted: tuple[int, ...] = ()
-        """Inputs that get gradients."""
+        self.graphs: _Graphs | None = None
         self._detached: tuple[int, ...] = ()
         """Inputs that require grad and get none: what is saved of them must not hold their history."""
 
     def forget(self) -> None:
         """Nothing is compiled after all."""
-        self._forward = self._backward = self._layout = None
+        self._forward = self._layout = self.graphs = None
         self._num_forwards = 0
 
     def note_forward(self, fn: Boxed) -> None:
@@ -68,12 +70,12 @@ class TrainingCall:
 
     def note_backward(self, fn: Boxed, outputs: Sequence[Any]) -> None:
         """Note the backward graph, whose `outputs` are nodes, or None for inputs that get no gradient."""
-        if self._layout is None:
+        if self._layout is None or self._forward is None:
             return
         given = {n for n, output in enumerate(outputs) if isinstance(output, fx.Node)}
-        self._wanted = tuple(n for n in self._layout.requiring_grad if n in given)
+        wanted = tuple(n for n in self._layout.requiring_grad if n in given)
         self._detached = tuple(n for n in self._layout.requiring_grad if n not in given)
-        self._backward = fn
+        self.graphs = self._layout, self._forward, fn, wanted
 
     def around(self, compiled: Callable[..., Any], gm: fx.GraphModule) -> Callable[..., Any]:
         """Return the callable that replaces AOTAutograd's wrapper of Dynamo's graph."""
@@ -91,22 +93,19 @@ class TrainingCall:
 
     def is_plain(self, args: Sequence[Any]) -> bool:
         """Tell if both graphs are there, and autograd does in this call what it does by default."""
-        layout = self._layout
         return (
             fast.is_loaded
-            and self._backward is not None
-            and layout is not None
-            and len(args) == layout.num_inputs
+            and self.graphs is not None
+            and len(args) == self.graphs[0].num_inputs
             and torch_private.autograd_is_plain()
         )
 
     def call(self, args: tuple[Any, ...]) -> list[Any]:
         """Run the forward, and have autograd know of its backward."""
-        layout = self._layout
-        assert layout is not None
-        assert self._forward is not None
+        assert self.graphs is not None
+        layout, forward, _, wanted = self.graphs
         try:
-            outputs = _run(self._forward, self.begin(args))
+            outputs = _run(forward, self.begin(args))
         except BaseException:
             torch_private.set_grad_enabled(True)  # a signal may come before `torch.no_grad` did it
             raise
@@ -115,7 +114,7 @@ class TrainingCall:
             _run_backward,
             (self, list(outputs[layout.rest])),
             args,
-            self._wanted,
+            wanted,
             returned,
             layout.differentiable,
             outputs[layout.checked],
@@ -126,19 +125,11 @@ class TrainingCall:
             torch_private.mark_dynamic(returned[n], dimensions)
         return returned
 
-    @property
-    def graphs(self) -> "tuple[torch_private.TrainingLayout, Boxed, Boxed, tuple[int, ...]] | None":
-        """Layout, forward, backward, and the inputs that get gradients, once both graphs are there."""
-        if self._layout is None or self._forward is None or self._backward is None:
-            return None
-        return self._layout, self._forward, self._backward, self._wanted
-
     def begin(self, args: Sequence[Any]) -> list[Any]:
         """Inputs of the forward graph, for those of a call, which counts as having written what the graph writes."""
-        layout = self._layout
-        assert layout is not None
-        if layout.written:
-            torch.autograd.graph.increment_version([args[i] for i in layout.written])
+        assert self.graphs is not None
+        if written := self.graphs[0].written:
+            torch.autograd.graph.increment_version([args[i] for i in written])
         inputs = list(args)
         for i in self._detached:
             inputs[i] = inputs[i].detach()
@@ -146,9 +137,8 @@ class TrainingCall:
 
     def run_backward(self, rest: list[Any], saved: list[Any], grads: list[Any]) -> Sequence[Any]:
         """Gradients of the inputs, for what a forward saved; the lists are emptied. See `fast.attach`."""
-        layout = self._layout
-        assert layout is not None
-        assert self._backward is not None
+        assert self.graphs is not None
+        layout, _, backward, _ = self.graphs
         if layout.deterministic is False and torch.are_deterministic_algorithms_enabled():
             raise RuntimeError(_TWICE_WITHOUT_DETERMINISM)
         tangents = [fit(grad) for fit, grad in zip(layout.tangents, grads, strict=True)]
@@ -156,7 +146,7 @@ class TrainingCall:
         saved.clear()
         grads.clear()
         del tangents
-        return _run(self._backward, args)
+        return _run(backward, args)
 
 
 def _noted(compiled: Callable[..., Any]) -> Callable[..., Any]:

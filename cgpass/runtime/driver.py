@@ -228,9 +228,8 @@ class _CUDAGraph(CapturedGraph):
         self.share = streams.share
         self._generator = generator
         self._recorded = generator.graphsafe_get_state()
-        self._draws = True
-        """True if it draws from the default generator; taken to until the first replay tells."""
-        self._is_known = False
+        self._draws: bool | None = None
+        """Whether it draws from the default generator; the first replay tells."""
         pool.graphs.add(graph)
         self._end = weakref.finalize(self, _destroy, graph, pool)
         setattr(self._end, "atexit", False)  # noqa: B010  in no stub
@@ -238,7 +237,7 @@ class _CUDAGraph(CapturedGraph):
     def replay(self) -> None:
         if self._streams.others:
             self._streams.wait()
-        if not self._draws:
+        if self._draws is False:
             self._replay()
             return
         user, recorded = self._generator, self._recorded
@@ -249,8 +248,8 @@ class _CUDAGraph(CapturedGraph):
             recorded.set_offset(offset)
         self._replay()
         after = recorded.get_offset()
-        if not self._is_known:
-            self._is_known, self._draws = True, after != offset
+        if self._draws is None:
+            self._draws = after != offset
         if user.get_offset() != after:  # so they are two
             user.set_offset(after)
         elif before == (seed, offset):

@@ -10,16 +10,16 @@ import contextlib
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
 
 import torch
 
 from cgpass import torch_private
-from cgpass.runtime.owner import StorageSet
 
 log = logging.getLogger(__name__)
 
-_gathered = StorageSet()
+_gathered: weakref.WeakKeyDictionary[torch.UntypedStorage, None] = weakref.WeakKeyDictionary()
 """Storages that FSDP2 gathers into."""
 _is_in_use = threading.Lock()
 """Held while something is allocated in a pool: the allocator is told of one once at a time."""
@@ -27,7 +27,7 @@ _is_in_use = threading.Lock()
 
 def give_gathered_a_pool() -> None:
     """Have FSDP2 gather into memory of its own from now on. See Note [Gathered parameters have a pool of their own]."""
-    torch_private.around_gathering(_allocating, _gathered.add)
+    torch_private.around_gathering(_allocating, _gathered.setdefault)
 
 
 @contextlib.contextmanager
@@ -72,5 +72,6 @@ def _pool(device: int) -> torch.cuda.MemPool:
 
 def give_pool_back() -> None:
     """Let the pool's memory go, unless something that lies in it is in use."""
-    if not any(storage.nbytes() for storage in _gathered):
+    alive = [ref() for ref in _gathered.keyrefs()]
+    if not any(storage is not None and storage.nbytes() for storage in alive):
         _pool.cache_clear()

@@ -344,15 +344,6 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_BITS[tensor.dtype.itemsize])
 
 
-def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Give tensors the values of others, on the current stream."""
-    if targets[0].dtype in COPIED_AS_THEY_ARE:
-        torch._foreach_copy_(list(targets), list(sources))
-        return
-    for target, source in zip(targets, sources, strict=True):
-        as_bits(target).copy_(as_bits(source.resolve_conj()))
-
-
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Tell whether two elements of `tensor` may share memory (expanded tensors, sliding windows)."""
     reach = 1

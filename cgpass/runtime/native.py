@@ -116,19 +116,14 @@ def build(*, keep: bool = False) -> Path:
 
 def _temporary_folder(beside: Path | None = None) -> Path:
     """A folder that is gone when this process ends, whatever becomes of processes that it forks."""
-    folder = tempfile.mkdtemp(prefix=_prefix(), dir=beside)
-    atexit.register(_remove, folder, os.getpid())
+    folder, process = tempfile.mkdtemp(prefix=_prefix(), dir=beside), os.getpid()
+    atexit.register(lambda: process == os.getpid() and shutil.rmtree(folder, ignore_errors=True))
     return Path(folder)
 
 
 def _prefix() -> str:
     """Names of this machine's folders begin so: another one may share the cache, but no locks. No host's name has a `=`."""
     return f"cgpass-{platform.node()}="
-
-
-def _remove(folder: str, process: int) -> None:
-    if process == os.getpid():
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _built(path: Path) -> Path:

@@ -87,7 +87,7 @@ class OutputMemory:
         """Storages of the stand-ins. Whoever keeps one of them counts as holding it."""
 
     def seal(self) -> None:
-        """Note how many references there are to each stand-in while nobody else holds it."""
+        """Note how many references there are to each stand-in while nobody else holds it, once."""
         self._count_again(range(len(self._blocks)))
 
     def aliases(self) -> list[torch.Tensor]:

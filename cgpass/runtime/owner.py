@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cgpass import torch_private
@@ -43,32 +43,6 @@ log = logging.getLogger(__name__)
 _LETTING_GO = 0.001
 """Seconds, once a backward: autograd's own thread lets go of gradients when whoever called it goes on already, and nothing
 tells when it has; gradients that seem to be kept are given a pool of their own for good."""
-
-
-class StorageSet:
-    """Storages known as the objects that they are, not by where they lie. Holds none: those that died are in it no more."""
-
-    def __init__(self) -> None:
-        self._refs: dict[int, torch_private.WeakStorage] = {}
-        """By identity, which nothing else gets as long as there is a weak reference."""
-        self._full = 16
-        """How many there are when those that died are left out next."""
-
-    def add(self, storage: "torch.UntypedStorage") -> None:
-        """Have a storage in it as long as it lives."""
-        if len(self._refs) >= self._full:
-            for key, ref in list(self._refs.items()):
-                if ref.expired:
-                    self._refs.pop(key, None)
-            self._full = 16 + 2 * len(self._refs)
-        self._refs.setdefault(storage._cdata, torch_private.WeakStorage(storage))
-
-    def __contains__(self, storage: "torch.UntypedStorage") -> bool:
-        return storage._cdata in self._refs
-
-    def __iter__(self) -> "Iterator[torch.UntypedStorage]":
-        alive = [ref.get() for ref in list(self._refs.values())]
-        return (storage for storage in alive if storage is not None)
 
 
 class Slot:
@@ -127,7 +101,7 @@ class Owner:
         )
         """Memory of copied inputs, kept alive by the recordings that read it. See Note [Placeholders are shared]."""
         self._pool_addresses: Counter[int] = Counter()
-        self.plain_results = StorageSet()
+        self.plain_results: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         """Storages of what captured partitions returned in calls without a graph."""
         _owners.add(self)
 

@@ -51,7 +51,7 @@ from cgpass.runtime.inputs import (
 )
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recorder, Recording
-from cgpass.runtime.rng import forward_states, note_positions, put_on_the_device
+from cgpass.runtime.rng import distances, forward_states, note_replayed, put_on_the_device
 from cgpass.runtime.table import RecordingTable, Seen
 from cgpass.runtime.writes import Changes
 from cgpass.telemetry import CallStats, new_call_stats, progress
@@ -123,6 +123,7 @@ class PartitionRunner:
     def __post_init__(self, infos: Sequence[InputInfo]) -> None:
         self._traced_as, self.name = self.name, self.source.of(self.name)
         options, owner = self.options, self.owner
+        self._refuses = options.on_skip == "raise"
         self.stats: CallStats = new_call_stats()
         self.reasons = CallReasons()
         """Why calls ran without a graph."""
@@ -145,10 +146,6 @@ class PartitionRunner:
         )
         self._last: tuple[ShapeKey, bytes, list[Recording]] | None = None
         """Key and recordings of the last replay of what lay in place."""
-        self._draws: list[int] = []
-        """Of this call's key: see `Seen.draws`."""
-        self._due: Sequence[Seen] = ()
-        """Keys to be remembered at the end of this call, when it is known how far their operators draw."""
         self._here = threading.local()
         """True if this thread ran a call without a graph: libraries keep handles for each thread."""
         self._started = 0.0
@@ -178,22 +175,14 @@ class PartitionRunner:
         recording is replayed over held memory; placeholders and temporaries do not.
         """
         self.stats.calls += 1
-        self._due = ()
         layout = self.layout
         if layout.seeds:
             put_on_the_device(args, layout.seeds, self.owner.driver.device)
-        states = forward_states(args, layout.objects) if layout.objects else ()
-        start = states[0].start() if states else None
-        if states:
-            self._draws = []
+        states, start = forward_states(args, layout.objects) if layout.objects else ((), None)
         made = self._row(args) or self._row(args) or self._row(args)
         if made is None:  # each time it was rescued from where it lay
             made = self._plain(args, "not_in_the_pool", "values that they read were copied out")
         if not isinstance(made, Recording):
-            if states:
-                note_positions(states, start, self._draws, replayed=False)
-            for each in self._due:
-                self.table.remember(each)
             return made
         self.owner.note_handed_out(made)  # before it can be held, whatever happens
         outputs = made.run(args)
@@ -201,17 +190,17 @@ class PartitionRunner:
         self.stats.replays += 1
         self.stats.copied_bytes += made.copied_bytes
         if states:
-            note_positions(states, start, made.draws, replayed=True)
+            note_replayed(states, start, made.draws)
         return outputs, made
 
     def _row(self, args: list[Any]) -> Recording | Plain | None:
         """Rows 1, 2 and 4 for calls whose addresses are those of a recording; None if what is read was moved."""
         owner, layout, last = self.owner, self.layout, self._last
         if owner.bypassed is not None:
+            why = _BYPASSED.get(owner.bypassed, "")
             if owner.bypassed == "transform":
-                self._say_once("transform", _BYPASSED["transform"])
-            code = owner.bypassed if owner.bypassed in _BYPASSED else None
-            return self._run_plainly(args, code, _BYPASSED.get(owner.bypassed, ""))
+                self._say_once("transform", why)
+            return self._run_plainly(args, owner.bypassed if why else None, why)
         if self.check_layout and (shared := shared_with_written(args, self.written)):
             tensors = [i for i, value in enumerate(args) if isinstance(value, torch.Tensor)]
             alike = [i for i in tensors if args[i].untyped_storage().data_ptr() in shared]
@@ -328,12 +317,12 @@ class PartitionRunner:
         keys = {(shape, found.places): storages}
         places, _ = self.layout.split(key)  # some may be copied: as it will be in these places
         keys.setdefault((shape, places), inputs.storages(args, places))
-        known = [table.get(*each) for each in keys]
-        self._draws = next((each.draws for each in known if each is not None), [])
         objects = tuple(args[i] for i in self.layout.objects)
-        new = [Seen(*each, self._draws, objects, cause) for each in reversed(keys.items())]
+        states, start = forward_states(objects, range(len(objects)))
         outputs = self._warm_up(args, why)
-        self._due = new
+        draws = distances(states, start)
+        for each in reversed(keys.items()):
+            table.remember(Seen(*each, draws, objects, cause))
         return outputs, None
 
     def _warm_up(self, args: list[Any], why: str | None = None) -> Sequence[Any]:
@@ -359,9 +348,8 @@ class PartitionRunner:
         """Say why calls run without a graph, and what to do about it, until failures are forgotten once."""
         if code not in self._said:
             self._said.add(code)
-            fix = fix or OTHER_FIXES[code]
-            text = f"{self.name}: calls like this one run without a graph: {why.rstrip('.')}"
-            self._say(f"{text}. {fix[0].upper()}{fix[1:]}.")
+            text = f"{self.name}: calls like this one run without a graph: {why}"
+            self._say(_advising(text, fix or OTHER_FIXES[code]))
 
     def _say(self, text: str) -> None:
         log.log(logging.WARNING if self.options.on_skip == "warn" else logging.INFO, "%s", text)
@@ -500,10 +488,10 @@ class PartitionRunner:
 
     def _add(self, recording: Recording, seen: Seen, found: Found, key: bytes) -> None:
         """Keep a recording, and say why it was made."""
-        cause, values = seen.cause, found.values
-        if seen.recordings.get(values):
+        cause, others = seen.cause, seen.recordings
+        if others.get(found.values):
             cause = "held", _HELD
-        elif seen.recordings:
+        elif others:
             names = describe(self.layout.infos, self.layout.pooled, limit=_NAMED)
             cause = "memory", f"values of other partitions moved: {names}"
         note = RecordingNote(
@@ -525,9 +513,9 @@ class PartitionRunner:
         if self.is_backward and not self._first_slot:
             recording.backward = self
         self.owner.add_recording(recording)
-        recordings = self.table.add(seen, values, recording)
+        others.setdefault(found.values, []).append(recording)
         if not found.copied:
-            self._last = (seen.key[0], key, recordings)
+            self._last = (seen.key[0], key, others[found.values])
 
     def _close(self, recordings: Sequence[Recording]) -> None:
         self._last = None
@@ -608,10 +596,6 @@ class PartitionRunner:
         self._say(text)
         return outputs
 
-    @property
-    def _refuses(self) -> bool:
-        return self.options.on_skip == "raise"
-
     def _refuse(self, error: Exception, advice: str) -> NoReturn:
         self._refusal = self._message(_text_of(error), advice)
         raise CaptureError(self._refusal) from error
@@ -619,8 +603,11 @@ class PartitionRunner:
     def _message(self, why: str, advice: str) -> str:
         then = "runs without a graph from now on"
         then = 'on_skip="raise" refuses its calls' if self._refuses else then
-        text = f"{self.name} can't be captured and {then}: {why}"
-        return f"{text.rstrip('.')}. {advice[0].upper()}{advice[1:]}."
+        return _advising(f"{self.name} can't be captured and {then}: {why}", advice)
+
+
+def _advising(text: str, fix: str) -> str:
+    return f"{text.rstrip('.')}. {fix[0].upper()}{fix[1:]}."
 
 
 def _text_of(error: Exception) -> str:

@@ -150,10 +150,6 @@ class Recording:
         self._arrange = fast.taker(tuple(places[n] for n in range(count)))
         """Takes outputs in their order from what `run` makes of each kind."""
 
-    def seal(self) -> None:
-        """Note that nobody but this recording holds its outputs; to be called once, last of all."""
-        self.memory.seal()
-
     def may_replay(self, args: Sequence[Any]) -> bool:
         """Tell whether a replay writes no inputs that somebody else holds."""
         if self.closed:
@@ -310,7 +306,7 @@ class Recorder:
             stats=self.stats,
         )
         del outputs
-        recording.seal()
+        recording.memory.seal()  # last of all: nobody else holds them
         return recording
 
     def _outside(
@@ -318,13 +314,9 @@ class Recorder:
     ) -> dict[int, torch.UntypedStorage]:
         """Return the storages, by address, that the callable read or returned but neither got nor made."""
         owner = self.owner
-        found = dict(watched.outside)
-        found.update(
-            (value.untyped_storage().data_ptr(), value.untyped_storage())
-            for value in outputs
-            if watched.is_unknown(value)
-            or (has_place(value) and value.device != owner.driver.device)
-        )
+        found = watched.outside | watched.unknown(outputs)
+        elsewhere = [v for v in outputs if has_place(v) and v.device != owner.driver.device]
+        found |= {v.untyped_storage().data_ptr(): v.untyped_storage() for v in elsewhere}
         if found:  # of these, the driver knows what was made beside operators
             made = owner.driver.live_blocks(slot)
             for address in found.keys() & made:
@@ -335,17 +327,15 @@ class Recorder:
     def _placeholders(self, args: Sequence[Any], copied: Sequence[int]) -> dict[int, Placeholder]:
         """Copies of inputs. See Note [Placeholders are shared]."""
         numbers: Counter[tuple[Any, ...]] = Counter()
-        known, found = self.owner.placeholders, dict[int, Placeholder]()
+        known = self.owner.placeholders if self.shares_inputs else {}
+        found = dict[int, Placeholder]()
         for i in copied:
             value, info = args[i], self.layout.infos[i]
             like, whole = layout_of(value), info.whole_storage
             key = (numbers[like], *like, *(place_of(value) if whole else ()))
             numbers[like] += 1
             try:
-                same = known.get(key) if self.shares_inputs else None
-                found[i] = same or Placeholder(value, whole_storage=whole)
-                if self.shares_inputs:
-                    known[key] = found[i]
+                known[key] = found[i] = known.get(key) or Placeholder(value, whole_storage=whole)
                 found[i].copy_from(value)
             except (torch.OutOfMemoryError, MemoryError):
                 raise

@@ -22,10 +22,11 @@ Note [Seeds of attention]
     Source: aten/src/ATen/native/transformers/cuda/attention.cu and attention_backward.cu, 2.11.
 """
 
+import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch.utils.checkpoint import SAC_IGNORED_OPS
@@ -39,29 +40,23 @@ STATE_BYTES: Final = torch.default_generator.get_state().numel()
 _GOLDEN = 0x9E3779B97F4A7C15
 _STEPS_OF_A_CALL = 1 << 26
 """How far a call in "paired" mode moves the user's generator: more than any operator draws, and calls never meet."""
+_FOREIGN_CAPTURE: Final = (
+    "a compiled function that recomputes random operators (activation checkpointing with dropout) was called "
+    "inside a capture of your own: nobody can tell there which numbers its backward has to repeat. Call it "
+    "outside, or checkpoint with cgpass.checkpoint in a capture by hand."
+)
 _drawing = new_lock()
 """One operator of a pair draws at a time: it reads where a generator stands, or stands in for it."""
 
 
-class ForwardState:
+class ForwardState(threading.local):
     """Stands for the user's generator where one forward operator draws from it."""
 
-    __slots__ = ("_generator", "_number", "_positions")
+    position: Any = None
+    """Where the operator drew in this thread's call."""
 
-    def __init__(self, generator: torch.Generator, positions: threading.local, number: int) -> None:
-        """`positions.by_number` are where the pairs drew in one thread's call."""
+    def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
-        self._positions = positions
-        self._number = number
-
-    @property
-    def position(self) -> Any:
-        """Where the operator drew in this call."""
-        return self._positions.by_number[self._number]
-
-    @position.setter
-    def position(self, position: Any) -> None:
-        self._positions.by_number[self._number] = position
 
     def note(self) -> None:
         """The operator is about to draw; in a capture nobody can tell where."""
@@ -73,161 +68,102 @@ class ForwardState:
         return _position_of(self._generator) if self._generator.device.type == "cuda" else None
 
 
-def forward_states(args: Sequence[Any], among: Iterable[int]) -> tuple[ForwardState, ...]:
-    """The states among a partition's inputs whose positions a call has to note."""
-    return tuple([args[i] for i in among if isinstance(args[i], ForwardState)])
+def forward_states(args: Sequence[Any], among: Iterable[int]) -> tuple[list[ForwardState], Any]:
+    """The states among a partition's inputs whose positions a call has to note, and where the partition begins.
+
+    That is None on the CPU: operators note their positions in a replay, too.
+    """
+    states = [args[i] for i in among if isinstance(args[i], ForwardState)]
+    return states, states[0].start() if states else None
 
 
-def note_positions(
-    states: Sequence[ForwardState], start: Any, distances: list[int], *, replayed: bool
-) -> None:
-    """Note where a partition's operators drew. Distances from where it began are learnt of plain calls, used for replays."""
-    if start is None:  # on the CPU operators note it in a replay, too
-        return
-    seed, offset = start
-    if replayed:
-        for state, distance in zip(states, distances, strict=True):
-            state.position = seed, offset + distance
-    else:
-        distances[:] = [state.position[1] - offset for state in states]
+def distances(states: Sequence[ForwardState], start: Any) -> list[int]:
+    """Return how far from its beginning the operators of a partition drew, which ran without a graph."""
+    return [] if start is None else [state.position[1] - start[1] for state in states]
 
 
-class _Caller:
-    """Calls a graph with pairs of generators, one of each on each of the devices."""
-
-    def __init__(self, fn: Boxed, devices: Sequence[torch.device], positions_at: int) -> None:
-        self._fn = fn
-        self._at = positions_at
-        """Where positions go among a forward's outputs, or are among a backward's inputs."""
-        self._is_on_cuda = any(device.type == "cuda" for device in devices)
-        self._generators = [torch_private.default_generator(device) for device in devices]
-        """The user's."""
-
-    def _refuse_foreign_capture(self) -> None:
-        if self._is_on_cuda and torch_private.is_capturing():
-            raise CaptureError(
-                "a compiled function that recomputes random operators (activation checkpointing with dropout) was called "
-                "inside a capture of your own: nobody can tell there which numbers its backward has to repeat. Call it "
-                "outside, or checkpoint with cgpass.checkpoint in a capture by hand."
-            )
-
-
-class ExactForward(_Caller):
-    """Calls a forward graph whose pairs draw from the user's generator."""
-
-    def __init__(self, fn: Boxed, devices: Sequence[torch.device], positions_at: int) -> None:
-        super().__init__(fn, devices, positions_at)
-        self._positions = threading.local()
-        self._nowhere = [_position_of(generator) for generator in self._generators]
-        self._states = [
-            ForwardState(generator, self._positions, number)
-            for number, generator in enumerate(self._generators)
-        ]
-
-    def __call__(self, args: list[Any]) -> list[Any]:
-        """Call it; `args` is emptied."""
-        self._refuse_foreign_capture()
-        self._positions.by_number = self._nowhere.copy()
-        args.extend(self._states)
-        outputs = list(self._fn(args))
-        outputs.insert(self._at, _pack(self._positions.by_number))
-        return outputs
-
-
-class _Private(_Caller):
-    """One whose pairs have generators of their own here."""
-
-    def __init__(self, fn: Boxed, devices: Sequence[torch.device], positions_at: int) -> None:
-        super().__init__(fn, devices, positions_at)
-        self._states = [
-            torch.Generator() if generator.device.type == "cpu" else generator.clone_state()
-            for generator in self._generators
-        ]
-        self._lock = new_lock()
-
-    def _run(self, args: list[Any]) -> list[Any]:
-        args.extend(self._states)
-        return list(self._fn(args))
-
-
-class PairedForward(_Private):
-    """Calls a forward graph whose pairs have generators of their own."""
-
-    def __call__(self, args: list[Any]) -> list[Any]:
-        """Call it; `args` is emptied."""
-        self._refuse_foreign_capture()
-        with self._lock:
-            snapshot = _pack(self._set_states())
-            outputs = self._run(args)
-        outputs.insert(self._at, snapshot)
-        return outputs
-
-    def _set_states(self) -> list[Any]:
-        """Set the private generators from where the users' stand, and move those on; returns their positions."""
-        stands: dict[torch.device, tuple[int, int]] = {}
-        positions: list[Any] = []
-        for number, (state, user) in enumerate(zip(self._states, self._generators, strict=True)):
-            if user.device.type == "cuda":
-                if user.device not in stands:
-                    stands[user.device] = _position_of(user)
-                    user.set_offset(stands[user.device][1] + _STEPS_OF_A_CALL)
-                seed, offset = stands[user.device]
-                seed = (seed * _GOLDEN + (number + 1) * _GOLDEN**2) % 2**63
-                state.manual_seed(seed)
-                state.set_offset(offset)
-                positions.append((seed, offset))
-            else:
-                with _drawing:
-                    state.manual_seed(int(torch.randint(2**62, (), generator=user, device="cpu")))
-                positions.append(state.get_state())
-        return positions
-
-
-class Backward(_Private):
-    """Calls a backward graph whose pairs draw what their forward drew."""
-
-    def __call__(self, args: list[Any]) -> list[Any]:
-        """Call it; `args` is emptied."""
-        self._refuse_foreign_capture()
-        positions = args.pop(self._at)
-        with self._lock:
-            self._rewind(positions)
-            return self._run(args)
-
-    def _rewind(self, positions: torch.Tensor) -> None:
-        """Set the generators to positions that `_pack` has put together."""
-        if positions.dtype is not torch.int64:
-            raise InputError(
-                "where a forward's random operators drew was saved for its backward as an integer tensor, but came back "
-                f"as {positions.dtype}: have your saved-tensor hooks leave tensors of integers as they are"
-            )
-        sizes = [2 if g.device.type == "cuda" else STATE_BYTES // 8 for g in self._generators]
-        for state, row in zip(self._states, positions.split(sizes), strict=True):
-            if state.device.type == "cuda":
-                bits, offset = row.tolist()
-                state.manual_seed(bits % 2**64)
-                state.set_offset(offset)
-            else:
-                state.set_state(row.clone().view(torch.uint8))
+def note_replayed(states: Sequence[ForwardState], start: Any, draws: Sequence[int]) -> None:
+    """Note where the operators of a partition drew in a replay, whose `distances` are known."""
+    if start is not None:
+        for state, distance in zip(states, draws, strict=True):
+            state.position = start[0], start[1] + distance
 
 
 def caller_of(
     fn: Boxed,
-    direction: Literal["forward", "backward"],
     devices: Sequence[torch.device],
     positions_at: int,
     *,
+    is_backward: bool,
     exact: bool,
 ) -> Boxed:
-    """Return a caller for a compiled graph with pairs that is called like one without.
+    """Return a caller for a compiled graph with pairs, one on each of the devices, that is called like one without.
 
     The graph's last inputs are the pairs' states; `positions_at` is where the positions are among its outputs or inputs.
     """
     torch_private.install_rng_kernel(run_with_state, _refuse_selective_checkpoint)
-    if direction == "backward":
-        return Backward(fn, devices, positions_at)
-    make = ExactForward if exact else PairedForward
-    return make(fn, devices, positions_at)
+    is_on_cuda = any(device.type == "cuda" for device in devices)
+    users = [torch_private.default_generator(device) for device in devices]
+    has_own = is_backward or not exact
+    states: list[Any] = [_private(user) if has_own else ForwardState(user) for user in users]
+    lock = new_lock() if has_own else contextlib.nullcontext()
+
+    def call(args: list[Any]) -> list[Any]:
+        if is_on_cuda and torch_private.is_capturing():
+            raise CaptureError(_FOREIGN_CAPTURE)
+        with lock:
+            if is_backward:
+                _rewind(states, args.pop(positions_at))
+            positions = [] if is_backward or exact else _set_states(states, users)
+            args.extend(states)
+            outputs = list(fn(args))
+        if not is_backward:
+            positions = positions or [state.position for state in states]
+            outputs.insert(positions_at, _pack(positions))
+        return outputs
+
+    return torch_private.mark_boxed(call)
+
+
+def _private(user: torch.Generator) -> torch.Generator:
+    return torch.Generator() if user.device.type == "cpu" else user.clone_state()
+
+
+def _set_states(states: Sequence[Any], users: Sequence[torch.Generator]) -> list[Any]:
+    """Set private generators from where the users' stand, and move those on; returns their positions."""
+    stands: dict[torch.device, tuple[int, int]] = {}
+    positions: list[Any] = []
+    for number, (state, user) in enumerate(zip(states, users, strict=True)):
+        if user.device.type == "cuda":
+            if user.device not in stands:
+                stands[user.device] = _position_of(user)
+                user.set_offset(stands[user.device][1] + _STEPS_OF_A_CALL)
+            seed, offset = stands[user.device]
+            seed = (seed * _GOLDEN + (number + 1) * _GOLDEN**2) % 2**63
+            state.manual_seed(seed)
+            state.set_offset(offset)
+        else:
+            with _drawing:
+                state.manual_seed(int(torch.randint(2**62, (), generator=user, device="cpu")))
+        positions.append(_position_of(state))
+    return positions
+
+
+def _rewind(states: Sequence[Any], positions: torch.Tensor) -> None:
+    """Set private generators to positions that `_pack` has put together."""
+    if positions.dtype is not torch.int64:
+        raise InputError(
+            "where a forward's random operators drew was saved for its backward as an integer tensor, but came back "
+            f"as {positions.dtype}: have your saved-tensor hooks leave tensors of integers as they are"
+        )
+    sizes = [2 if state.device.type == "cuda" else STATE_BYTES // 8 for state in states]
+    for state, row in zip(states, positions.split(sizes), strict=True):
+        if state.device.type == "cuda":
+            bits, offset = row.tolist()
+            state.manual_seed(bits % 2**64)
+            state.set_offset(offset)
+        else:
+            state.set_state(row.clone().view(torch.uint8))
 
 
 def run_with_state(op: Any, *args: Any, rng_state: Any = None, **kwargs: Any) -> Any:
@@ -246,27 +182,19 @@ class _InPlaceOf(Mode):
 
     def __init__(self, default: torch.Generator, state: torch.Generator) -> None:
         super().__init__()
-        self._default = default
-        self._state = state
+        is_on_cuda = state.device.type == "cuda"
+        self._get = default.graphsafe_get_state if is_on_cuda else default.get_state
+        self._set: Any = default.graphsafe_set_state if is_on_cuda else default.set_state
+        self._state = state if is_on_cuda else state.get_state()
         self._before: Any = None
 
     def begin(self) -> None:
-        default, state = self._default, self._state
-        if state.device.type == "cuda":
-            self._before = default.graphsafe_get_state()
-            default.graphsafe_set_state(state)
-        else:
-            self._before = default.get_state()
-            default.set_state(state.get_state())
+        self._before = self._get()
+        self._set(self._state)
 
     def undo(self) -> None:
-        default, before = self._default, self._before
-        if before is None:
-            return
-        if self._state.device.type == "cuda":
-            default.graphsafe_set_state(before)
-        else:
-            default.set_state(before)
+        if self._before is not None:
+            self._set(self._before)
         self._before = None
 
 

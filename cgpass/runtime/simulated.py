@@ -9,7 +9,7 @@ lies on them. A partition compiled by Inductor calls no aten op that could be ta
 import ctypes
 import weakref
 from collections.abc import Callable, Container, Sequence
-from typing import Any, Final, NoReturn, Self
+from typing import Any, Final, NoReturn
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -71,19 +71,6 @@ class _HostReads(torch_private.TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._methods = _HostMethods()
-
-    def __enter__(self) -> Self:
-        self._methods.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
-        super().__exit__(exc_type, exc_val, exc_tb)
-        self._methods.__exit__(exc_type, exc_val, exc_tb)
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -96,7 +83,7 @@ class _HostReads(torch_private.TorchDispatchMode):
         implementation = torch_private.cpu_implementation(func)
         if implementation is None:
             return func(*args, **kwargs)
-        with self:
+        with _HostMethods(), self:
             return implementation(*args, **kwargs)
 
 
@@ -361,7 +348,7 @@ class SimulatedDriver(GraphDriver):
         if opaque:
             inputs = tuple(args)
             args.clear()
-            with _HostReads(), Alone():
+            with _HostMethods(), _HostReads(), Alone():
                 return list(tape.note(lambda *inputs: tuple(fn(list(inputs))), inputs, {}))
         with _HostMethods(), tape:
             outputs = list(fn(args))

@@ -104,12 +104,6 @@ class RecordingTable:
             del self._seen[seen.key]
         self._more = 64 + min(len(alive), _KEYS_KEPT)
 
-    def add(self, seen: Seen, values: bytes, recording: Recording) -> list[Recording]:
-        """Keep a recording; returns all that read the same memory."""
-        members = seen.recordings.setdefault(values, [])
-        members.append(recording)
-        return members
-
     def drop(self, wanted: Callable[[Seen, Recording], bool]) -> list[Recording]:
         """Forget some recordings, but not their keys; returns what is to be closed."""
         dropped = []

@@ -133,11 +133,8 @@ class Watched(torch_private.TorchDispatchMode):
                     f".data = ...): that can't be captured; return the changed tensor instead"
                 )
 
-    def is_unknown(self, value: Any) -> bool:
-        """Tell whether no operator had anything to do with a tensor, nor is it an input."""
-        return bool(self._unknown(value))
-
-    def _unknown(self, tree: Any) -> dict[int, torch.UntypedStorage]:
+    def unknown(self, tree: Any) -> dict[int, torch.UntypedStorage]:
+        """Storages of tensors that no operator had anything to do with, nor are inputs, by address."""
         storages = (tensor.untyped_storage() for tensor in filter(has_place, tensors_in(tree)))
         found = {storage.data_ptr(): storage for storage in storages}
         return {a: s for a, s in found.items() if a not in self._inside and a not in self.outside}
@@ -161,9 +158,9 @@ class Watched(torch_private.TorchDispatchMode):
                 )
         # what is lifted was made just before, beside operators
         if getattr(func, "__name__", "") != "lift_fresh.default":
-            self.outside.update(self._unknown((args, kwargs)))
+            self.outside.update(self.unknown((args, kwargs)))
         out = func(*args, **kwargs)
-        self._inside.update(self._unknown(out))
+        self._inside.update(self.unknown(out))
         return out
 
 

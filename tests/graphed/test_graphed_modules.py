@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cgpass
-from tests.graphed.steps import check, net, same, twins
+from tests.graphed.steps import check, net, same, same_grads, step, twins
 
 
 class WithDeepcopy(torch.nn.Linear):

@@ -5,7 +5,6 @@ import torch
 
 import cgpass
 from cgpass.compile import culprits
-from cgpass.compile.culprits import Finding
 from cgpass.compile.facts import op_tables
 from cgpass.report.model import GraphReport, PartitionReport
 from cgpass.report.report import Report, html
@@ -184,7 +183,7 @@ def unable(*args, **kwargs):
 
 def test_a_partition_of_which_no_operator_is_to_blame_names_its_lines(monkeypatch):
     monkeypatch.setattr(SimulatedDriver, "record", unable)
-    monkeypatch.setattr(culprits, "find_culprit", lambda *_, **__: Finding(clean=False))
+    monkeypatch.setattr(culprits, "find_culprit", lambda *_, **__: (None, False))
     with cgpass.set_defaults(driver="simulated", compiler="eager", on_skip="silent"):
         report = cgpass.explain(chain, X)
     (part,) = report.graphs[0].partitions

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import weakref
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from torch.distributed import fsdp
 
 import cgpass
 from cgpass.runtime import gathered
-from cgpass.runtime.owner import StorageSet
 
 PARAM = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_param"]
 GROUP = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_param_group"]
@@ -45,7 +45,7 @@ def gathers(monkeypatch):
     init = PARAM.FSDPParam.init_all_gather_outputs
     init = getattr(init, "__wrapped__", init)
     monkeypatch.setattr(PARAM.FSDPParam, "init_all_gather_outputs", init)
-    monkeypatch.setattr(gathered, "_gathered", StorageSet())
+    monkeypatch.setattr(gathered, "_gathered", weakref.WeakKeyDictionary())
     events = []
 
     monkeypatch.setattr(gathered, "_allocating", noting(events))

@@ -10,7 +10,7 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 
-from cgpass.runtime.owner import Owner, StorageSet
+from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
 from tests.unit.runners import COPIED, call, counts, runner
 
@@ -219,13 +219,12 @@ def test_an_owner_that_is_collected_during_a_trace_frees_its_memory_for_real(tra
     assert (len(others), ignored) == (64, [])
 
 
-def test_storages_that_died_are_not_told_of():
-    found, kept = StorageSet(), [torch.ones(4).untyped_storage() for _ in range(63)]
-    for storage in kept:
-        found.add(storage)
-    del kept[1], storage
-    assert [each.data_ptr() for each in found] == [each.data_ptr() for each in kept]
-    for _ in range(640):
-        found.add(torch.ones(4).untyped_storage())
-    assert len(found._refs) < 4 * 63
-    assert all(storage in found for storage in kept)
+def test_results_without_a_graph_are_known_as_long_as_their_memory_lives():
+    owner, value = Owner(SimulatedDriver()), torch.ones(4)
+    owner.note_plain_results([value, 3])
+    part = value[1:].detach()
+    del value
+    assert part.untyped_storage() in owner.plain_results
+    assert torch.ones(4).untyped_storage() not in owner.plain_results
+    del part
+    assert len(owner.plain_results) == 0

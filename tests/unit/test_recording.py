@@ -26,7 +26,7 @@ def make(fn, *inputs, static=(), mutated=(), **settings):
     graph, outputs = SimulatedDriver().record(lambda args: fn(*args), staged, opaque=False)
     recording = Recording(graph, outputs, staged, placeholders, frozenset(mutated), **settings)
     del outputs
-    recording.seal()
+    recording.memory.seal()
     return recording
 
 

@@ -1,7 +1,5 @@
 """States of recomputed random operators: CUDA's positions through fake generators, whole states on the CPU."""
 
-import threading
-
 import pytest
 import torch
 
@@ -59,10 +57,10 @@ def through(*ops):
 def test_a_backward_draws_where_its_forward_noted_that_it_drew(user, seed):
     user.manual_seed(seed).set_offset(40)
     graph = through(draw(user, 4))
-    a, positions, where = caller_of(graph, "forward", (CUDA,), 1, exact=True)(["a"])
+    a, positions, where = caller_of(graph, (CUDA,), 1, is_backward=False, exact=True)(["a"])
     assert (a, where, user.get_state()) == ("a", (seed, 40), (seed, 44))
     assert positions.dtype is torch.int64
-    backward = caller_of(graph, "backward", (CUDA,), 1, exact=True)
+    backward = caller_of(graph, (CUDA,), 1, is_backward=True, exact=True)
     assert backward(["a", positions, "b"]) == ["a", "b", (seed, 40)]
 
 
@@ -74,11 +72,11 @@ def test_pairs_on_the_cpu_beside_pairs_on_cuda(user, devices, exact):
         *(draw(user, 4) if d == CUDA else lambda: torch.rand(3).tolist() for d in devices)
     )
     user.set_offset(40)
-    *drawn, positions = caller_of(graph, "forward", devices, 2, exact=exact)([])
+    *drawn, positions = caller_of(graph, devices, 2, is_backward=False, exact=exact)([])
     user.set_offset(400)
     torch.rand(7)
     before = torch.get_rng_state()
-    backward = caller_of(graph, "backward", devices, 0, exact=exact)
+    backward = caller_of(graph, devices, 0, is_backward=True, exact=exact)
     for _ in range(2):
         assert backward([positions]) == drawn
     assert user.get_state() == (7, 400)
@@ -87,7 +85,7 @@ def test_pairs_on_the_cpu_beside_pairs_on_cuda(user, devices, exact):
 
 def test_paired_has_another_seed_for_each_pair_and_the_same_for_the_same_step(user):
     graph = through(draw(user, 4), draw(user, 12))
-    forward = caller_of(graph, "forward", (CUDA, CUDA), 2, exact=False)
+    forward = caller_of(graph, (CUDA, CUDA), 2, is_backward=False, exact=False)
     first, second, _ = forward([])
     assert first[0] != second[0]
     assert user.get_state() == (7, rng._STEPS_OF_A_CALL)  # far past what either drew
@@ -118,32 +116,26 @@ def test_an_error_in_an_operator_puts_the_users_generator_back(user, device):
 # ---- a partition's replays
 
 
-def state_in(user):
-    """The state of a call's only pair, and what notes where it drew."""
-    positions = threading.local()
-    positions.by_number = [(0, 0)]
-    return ForwardState(user, positions, 0), positions
-
-
 def test_in_a_capture_nobody_notes_a_position(user, monkeypatch):
-    state, positions = state_in(user)
+    state = ForwardState(user)
+    state.position = 0, 0
     monkeypatch.setattr(torch_private, "is_capturing", lambda: True)
     user.set_offset(40)
     run_with_state(draw(user, 4), rng_state=state)
-    assert positions.by_number == [(0, 0)]
+    assert state.position == (0, 0)
 
 
 def test_on_the_cpu_the_operator_notes_it_in_a_replay_too():
-    state, positions = state_in(torch.default_generator)
+    state = ForwardState(torch.default_generator)
     assert state.start() is None
     before = torch.get_rng_state()
     run_with_state(torch.rand, 3, rng_state=state)
-    assert torch.equal(positions.by_number[0], before)
+    assert torch.equal(state.position, before)
 
 
 def test_a_runner_learns_the_distance_of_each_shape(user):
     """A kernel that a graph launches draws from where the user's generator then stands."""
-    state, positions = state_in(user)
+    state = ForwardState(user)
 
     def kernels(x, rng_state):
         user.set_offset(user.get_offset() + 4 * x.numel())
@@ -157,17 +149,17 @@ def test_a_runner_learns_the_distance_of_each_shape(user):
     for size, seed, offset in ((2, 5, 40), (3, 5, 80), (2, 6, 0)):
         user.manual_seed(seed).set_offset(offset)
         run.run([torch.ones(size), state])
-        assert positions.by_number == [(seed, offset + 4 * size)]
-    assert forward_states([torch.ones(1), state, 3], (1, 2)) == (state,)
+        assert state.position == (seed, offset + 4 * size)
+    assert forward_states([torch.ones(1), state, 3], (1, 2)) == ([state], (6, 0))
 
 
 # ---- refusals
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("is_backward", [False, True], ids=["forward", "backward"])
 @EXACT
-def test_a_capture_of_the_users_own_is_refused(user, monkeypatch, direction, exact):
-    run = caller_of(through(draw(user, 4)), direction, (CUDA,), 0, exact=exact)
+def test_a_capture_of_the_users_own_is_refused(user, monkeypatch, is_backward, exact):
+    run = caller_of(through(draw(user, 4)), (CUDA,), 0, is_backward=is_backward, exact=exact)
     monkeypatch.setattr(torch_private, "is_capturing", lambda: True)
     with pytest.raises(CaptureError) as raised:
         run([torch.tensor([[7, 0]])])
@@ -180,7 +172,7 @@ def test_a_capture_of_the_users_own_is_refused(user, monkeypatch, direction, exa
 
 
 def test_positions_that_hooks_made_something_else_of_are_refused(user):
-    backward = caller_of(through(draw(user, 4)), "backward", (CUDA,), 0, exact=True)
+    backward = caller_of(through(draw(user, 4)), (CUDA,), 0, is_backward=True, exact=True)
     with pytest.raises(InputError) as raised:
         backward([torch.tensor([[7, 0]]).half()])
     assert str(raised.value) == (
