@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from cgpass.runtime.driver import GraphDriver
+
 
 class OnFailure(Protocol):
     """Finds the operator of a partition that can't be captured, so that the rest is captured."""
@@ -48,8 +50,7 @@ def random_state_kept(device: torch.device, args: Iterable[Any]) -> Iterator[Non
             generator.set_state(state)
 
 
-def give_memory_back(error: BaseException, device: torch.device) -> None:
-    """Free what a capture held that ran out of memory: values in its frames, and blocks that lie idle."""
+def give_memory_back(error: BaseException, driver: GraphDriver) -> None:
+    """Free what a capture held that ran out of memory: values in its frames, and what pools have that nobody uses."""
     traceback.clear_frames(error.__traceback__)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    driver.give_back()

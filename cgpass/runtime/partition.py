@@ -441,7 +441,7 @@ class PartitionRunner:
         with self.owner.changing():
             recording = self._attempt(args, found, slot)
             if isinstance(recording, torch.OutOfMemoryError):
-                give_memory_back(recording, self.owner.driver.device)
+                give_memory_back(recording, self.owner.driver)
                 again = self._slot_for(seen, found)  # not where inputs lie that died in the capture
                 if again is not None:
                     recording = self._attempt(args, found, again)
@@ -557,7 +557,7 @@ class PartitionRunner:
             self._tried_anew = True  # it may succeed later, or once this thread ran a call
             return self._warm_up(args), None
         if key_alone:
-            give_memory_back(error, self.owner.driver.device)
+            give_memory_back(error, self.owner.driver)
             code, why = "no_placeholder" if unstaged else "out_of_memory", _text_of(error)
             if self._refuses:
                 self._refuse(error, OTHER_FIXES[code])

@@ -7,6 +7,7 @@ from torch import fx
 from cgpass.compile.culprits import find_culprit
 from cgpass.errors import CaptureError
 from cgpass.runtime.capturing import is_capturing_here
+from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
 from tests.operators import waits
 from tests.unit.runners import COPIED, call, counts, runner
@@ -152,3 +153,25 @@ def test_an_error_that_comes_again_without_a_graph_is_the_users():
     due[0] = "in captures"
     assert [call(run, torch.ones(2)) for _ in range(2)] == [[[2.0, 2.0]]] * 2
     assert (counts(run), run.failure) == ((1, 0, 0, 2), "why")
+
+
+def test_memory_that_warm_ups_left_serves_a_second_try():
+    class Full(SimulatedDriver):
+        is_full = False
+
+        def warm_up(self, fn, args):
+            self.is_full = True
+            return fn(args)
+
+        def give_back(self):
+            self.is_full = False
+
+        def record(self, fn, args, **settings):
+            if self.is_full:
+                raise torch.OutOfMemoryError("warm-ups have it all")
+            return super().record(fn, args, **settings)
+
+    run = runner(lambda x: [x * 2], COPIED, owner=Owner(Full()))
+    for _ in range(3):
+        call(run, torch.ones(3))
+    assert counts(run) == (1, 1, 2, 0)
