@@ -299,10 +299,10 @@ class TrainStep:
     def _why_pieces(self) -> str | None:
         """Why this call can't be a whole step, whatever Dynamo compiled for it."""
         why = self._update.look()
-        if not fast.is_loaded:
-            return (self.calls > 1 and native.loader.why_not) or _FIRST
         if self._options.driver == "none":
             return 'driver="none" turns graphs off'
+        if not fast.is_loaded:
+            return (self.calls > 1 and native.loader.why_not) or _FIRST
         if self._accumulate > 1:
             return f"accumulate={self._accumulate}: gradients add up in pieces"
         if torch_private.has_default_saved_tensors_hooks():

@@ -55,7 +55,7 @@ def _torch() -> Iterator[Finding]:
         said = 'not installed by pip: torch.compile(..., backend="cgpass") needs `import cgpass`'
         yield "backend", said, ""
     devices = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
-    found = ", ".join(devices) or "no device: graphs are simulated, for tests alone"
+    found = ", ".join(devices) or 'no device: driver="simulated" imitates graphs, for tests alone'
     yield "driver", f"CUDA {torch.version.cuda or 'is not in this torch'}, {found}", ""
 
 

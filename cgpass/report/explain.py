@@ -69,6 +69,7 @@ def explain(
     single batch is passed as data loaders mean it: a mapping as `**batch`, a tuple or list as `*batch`; `[batch]` passes
     it whole. Afterwards parameters, buffers, gradients, optimizers and scalers that the function is, receives or names
     are restored, and so are torch's random numbers. Nothing else is: attributes, caches, schedulers, written arguments.
+    If this compiled the function, recordings of the same code are freed, also those that calls of yours made before.
 
     Args:
         fn: A module or function, compiled or not; leave it out for a block.

@@ -236,7 +236,7 @@ class Loader:
     """Has the native code compiled and loaded once per process."""
 
     def __init__(self) -> None:
-        self.why_not: str | None = "native code is compiled for recordings, and nothing is recorded"
+        self.why_not: str | None = "nothing is recorded; cgpass.summary() says why"
         """Why there is none, and as it looks will be none."""
         self._progress: progress.Setting = "off"
         self._process: int | None = None

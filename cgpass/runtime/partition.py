@@ -7,12 +7,13 @@ Note [What a call does]
     1   it is inside somebody else's capture or a transform, its owner is closed, there is no native code, or this
         partition or key is left plain: it runs without a graph
     2   it has recordings, one of which overwrites nothing that is referenced: replay
-    3   it has recordings, all of which overwrite results of calls whose backward is due: record another one
+    3   it has recordings, all of which overwrite results of calls whose backward is due (`OutputMemory.can_rescue`):
+        record another one
     3b  the same, with `max_pending_calls` of them: without a graph
     4   it has recordings, which overwrite what is referenced otherwise: rescue that, look once more, replay
-    5   it has none, but its key was seen, and there is room: record
-    6   else it runs without a graph, and its key was seen from now on, unless there is no room for it or what it reads
-        was made without a graph in this very call
+    5   it has none, but its key was seen, wherever values of other recordings lay, and there is room: record
+    6   else it runs without a graph, and its key was seen from now on, unless there is no room for it. What reads its
+        results in this very call runs without a graph, too
 
     Nothing else decides. A recording goes when a storage that it reads in place is gone, once something else is
     recorded. All go, and are made again in their next calls, before a larger one is made, which finds no room in their

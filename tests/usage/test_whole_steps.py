@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import cgpass
+from cgpass.runtime import fast, native
 from tests.operators import tagged
 from tests.usage import programs
 from tests.usage.programs import MLP, Adapted, AssignedBuffer, Checkpointed
@@ -890,3 +891,20 @@ def test_a_loss_is_needed(way, returned, kind):
     told = f"loss_fn returned a {kind}: return the loss"
     with pytest.raises(cgpass.errors.InputError, match=told):
         step()
+
+
+@pytest.mark.parametrize("driver", ["none", "auto"])
+def test_pieces_say_that_nothing_records_before_native_code_is_loaded(driver, monkeypatch):
+    monkeypatch.setattr(fast, "is_loaded", False)
+    monkeypatch.setattr(native, "loader", native.Loader())
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), fused=True)
+    options = {"driver": driver, "compiler": "eager"}
+    step = cgpass.train_step(lambda x: model(x).mean(), optimizer, options=options)
+    for _ in range(3):
+        step(torch.ones(2, 4))
+    if driver == "none":
+        assert step.in_pieces == {'driver="none" turns graphs off': 3}
+    else:
+        assert step.in_pieces["nothing is recorded; cgpass.summary() says why"] == 2
+        assert "it uses no CUDA device" in cgpass.summary()
