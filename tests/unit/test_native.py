@@ -161,6 +161,7 @@ PRESSED = """
 import os, signal, sys, time
 from cgpass.runtime import native
 os.setpgrp()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background may ignore it
 native.loader.start()
 while not os.path.exists(sys.argv[1]):
     time.sleep(0.01)
