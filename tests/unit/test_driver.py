@@ -56,6 +56,7 @@ class FakeGraph:
         self.log.append("replay")
         if self.draws is not None:
             state, steps = self.draws
+            self.log.drawn.append(tuple(state))
             state[1] += steps
 
     def reset(self):
@@ -113,7 +114,7 @@ class FakeGenerator(torch.Generator):
 def cuda(monkeypatch):
     """A driver whose device notes what is asked of it, and the notes."""
     log = Log()
-    log.streams, log.idle = [11], []
+    log.streams, log.idle, log.drawn = [11], [], []
     graph = type("Graph", (FakeGraph,), {"log": log})
     log.graph = graph
     cuda = torch.cuda
@@ -300,6 +301,7 @@ def test_a_replay_draws_from_the_state_that_the_default_generator_has_now(cuda):
     default.state = first
     graph.replay()
     assert first == [1, 8]
+    assert log.drawn == [(1, 0), (2, 8), (1, 4), (1, 4)]
 
 
 def test_a_graph_that_draws_nothing_asks_no_generator(cuda, monkeypatch):

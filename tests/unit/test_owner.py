@@ -235,5 +235,5 @@ def test_storages_that_died_are_not_told_of():
     assert [each.data_ptr() for each in found] == [each.data_ptr() for each in kept]
     for _ in range(640):
         found.add(torch.ones(4).untyped_storage())
-    assert len(found._refs) < 4 * 63
+    assert 64 < len(found._refs) < 4 * 63, "those that died are left out many at a time"
     assert all(storage in found for storage in kept)
