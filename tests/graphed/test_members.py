@@ -236,4 +236,5 @@ def test_a_graphed_module_that_is_parametrized(setting, caplog):
     check(setting, copy.deepcopy(graphed), plain)
     for each in (graphed, plain):
         torch.nn.utils.parametrize.remove_parametrizations(each, "weight")
+    clear_grads(graphed, plain)
     check(setting, graphed, plain, 2)

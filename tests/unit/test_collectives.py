@@ -84,6 +84,10 @@ def test_an_abort_waits_for_no_call_that_is_stuck(alone):
     assert len(recordings()) == 1
     _abort_process_group()
     assert not recordings()
+    other = threading.Thread(target=made, args=(torch.ones(4),), daemon=True)
+    other.start()
+    other.join(20)
+    assert not other.is_alive(), "what is idle is nobody's afterwards"
     go.set()
     thread.join()
     del made

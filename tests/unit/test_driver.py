@@ -1,6 +1,7 @@
 """What of the CUDA driver can be shown without CUDA: which calls it makes, in which order, on a device that does nothing."""
 
 import ctypes
+import dataclasses
 import gc
 import sys
 
@@ -57,6 +58,7 @@ class FakeGraph:
         self.log.append("replay")
         if self.draws is not None:
             state, steps = self.draws
+            self.log.drawn.append(dataclasses.replace(state))
             state.offset += steps
 
     def reset(self):
@@ -102,7 +104,7 @@ class LoggedGenerator(FakeGenerator, torch.Generator):
 def cuda(monkeypatch):
     """A driver whose device notes what is asked of it, and the notes."""
     log = Log()
-    log.streams, log.idle = [11], []
+    log.streams, log.idle, log.drawn = [11], [], []
     graph = type("Graph", (FakeGraph,), {"log": log})
     log.graph = graph
     cuda = torch.cuda
@@ -287,6 +289,7 @@ def test_a_replay_draws_from_the_state_that_the_default_generator_has_now(cuda):
     default._state = first
     graph.replay()
     assert first == State(1, 8)
+    assert log.drawn == [State(1, 0), State(2, 8), State(1, 4), State(1, 4)]
 
 
 def test_a_graph_that_draws_nothing_asks_no_generator(cuda, monkeypatch):

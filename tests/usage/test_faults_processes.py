@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
 import cgpass
-from cgpass.runtime.capturing import is_capturing_here
+from cgpass.runtime.capturing import Capture, is_capturing_here, when_no_capture_runs
 
 OPTIONS = {"driver": "simulated", "compiler": "eager"}
 
@@ -81,6 +82,30 @@ def test_a_fork_while_another_thread_captures():
     waits = Waits()
     with waits as captured:
         assert status_of_a_fork(goes_on) == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+def test_a_fork_while_a_graph_waits_to_be_destroyed():
+    """Nothing on the device may be destroyed in the new process: it keeps the graph as it is."""
+    destroyed = []
+
+    class Graph:
+        def destroy(self):
+            destroyed.append(os.getpid())
+
+    def keeps():
+        with Capture():
+            pass
+        assert graph() is not None
+        assert not destroyed
+
+    with Waits():
+        made = Graph()
+        graph = weakref.ref(made)
+        when_no_capture_runs(made.destroy)
+        del made
+        assert status_of_a_fork(keeps) == 0
+    assert destroyed == [os.getpid()]
 
 
 def test_a_thread_that_is_ended_while_it_waits_for_its_turn():
