@@ -301,6 +301,11 @@ def test_what_is_not_known_is_told_in_torchs_words_of_which_some_are_left_out():
     text = "Some new break\n  Hint: This graph break is fundamental - no.\n  Hint: Remove the call. It helps.\n  Hint: Other."
     found = breaks.reason_of(text, "model.py:41 in forward")
     assert (found.detail, found.fix) == ("graph break: Some new break", "Remove the call")
+    text = "A call\n  Hint: Your code may result in an error when running in eager. Please check it. You can."
+    assert breaks.reason_of(text, None).fix == "Please check it"
+    assert breaks.reason_of(f"A call\n  Hint: Use {'long ' * 99}", None).fix.endswith("long [...]")
+    text = "A call\n  Explanation: Dynamo does not know how to trace the builtin `time.time.` This is one."
+    assert breaks.reason_of(text, None).detail == "graph break: time.time can't be traced"
     assert breaks.reason_of("Unsupported", None).fix == "TORCH_LOGS=graph_breaks shows more"
     assert max(len(f"     Do: {fix}") for _, _, fix in breaks._KNOWN) <= 100, "one line of a report"
 
