@@ -28,6 +28,28 @@ def test_it_is_kept_in_files(tmp_path):
         report.save(tmp_path / "r.pdf")
 
 
+def test_it_is_kept_behind_a_link_and_with_names_that_are_no_unicode(tmp_path):
+    report = sample()
+    report.command = "train\udcff.py"
+    (tmp_path / "link.html").symlink_to(tmp_path / "page.html")
+    report.save(tmp_path / "link.html")
+    assert (tmp_path / "link.html").is_symlink()
+    assert "train\\udcff.py" in (tmp_path / "page.html").read_text()
+
+
+def test_only_what_reads_otherwise_has_changed():
+    old, new = sample(), sample()
+    new.counters = {**old.counters, "copied_bytes": 7}
+    assert diff(old, new) == "nothing changed"
+
+
+def test_of_many_recordings_the_oldest_are_not_noted():
+    report = sample()
+    noted = next(part for graph in report.graphs for part in graph.partitions if part.recordings)
+    noted.counts["recordings"] = 99
+    assert "at least 1 more recording: " in str(report)
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
