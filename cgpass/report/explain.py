@@ -113,8 +113,7 @@ def explain(
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
     tensors += [t for m in modules for t in (*m.parameters(False), *m.buffers(False))]
     devices = {tensor.device.index for tensor in tensors if tensor.device.type == "cuda"}
-    steppers = torch.optim.Optimizer | torch.amp.GradScaler
-    optimizers = [*dict.fromkeys(each for each in values if isinstance(each, steppers))]
+    optimizers = [v for v in values if isinstance(v, torch.optim.Optimizer | torch.amp.GradScaler)]
     run = fn
     with contextlib.ExitStack() as stack:
         stack.enter_context(set_defaults(**options or {}))
@@ -201,13 +200,13 @@ def _restored(
     """Put back parameters, buffers, gradients and what optimizers and scalers keep."""
     groups = [group for each in optimizers for group in getattr(each, "param_groups", ())]
     params = [value for group in groups for value in group["params"]]
-    own = [table for each in modules for table in (each._parameters, each._buffers)]
-    tables: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in own]
+    own: list[dict[str, Any]] = [t for m in modules for t in (m._parameters, m._buffers)]
+    tables = [(table, dict(table)) for table in own]
     values = [*(value for _, before in tables for value in before.values()), *params]
     there = [each for each in dict.fromkeys(values) if each is not None]
     kept = [(each, _copy(each)) for each in there if not torch.nn.parameter.is_lazy(each)]
     gradients = [(each, each.grad) for each in (*tensors, *params) if each.is_leaf]
-    states = [(each, copy.deepcopy(each.state_dict())) for each in optimizers]
+    states = [(each, copy.deepcopy(each.state_dict())) for each in dict.fromkeys(optimizers)]
     for each, _ in gradients:
         each.grad = None
     try:

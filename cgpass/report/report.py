@@ -173,6 +173,7 @@ _COMPARED: Final[Sequence[tuple[str, str, Callable[[Any], str]]]] = (
 """What `diff` says of a field, and how it is shown."""
 
 
-def _told(report: Report) -> dict[tuple[str, str | None, str], str]:
-    """Texts of all reasons, by what stays the same where lines move."""
-    return {(each.code, each.rest, each.op or each.detail): str(each) for each in report.reasons}
+def _told(report: Report) -> dict[tuple[str | None, ...], str]:
+    """Texts of all reasons, by what stays the same where lines move: the code that is written there, too."""
+    found = ((each, (each.line or "").partition(": ")[2]) for each in report.reasons)
+    return {(each.code, each.rest, each.op or each.detail, code): str(each) for each, code in found}

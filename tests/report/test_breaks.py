@@ -401,3 +401,17 @@ def test_a_script_with_functions_in_eager_fails(tmp_path, capsys):
     said = capsys.readouterr().out
     assert said.startswith("cgpass check: FAILED: 100% of the 152 operators that compiled code ran")
     assert f", because of {at(tries)}" in " ".join(said.partition("fell back:\n")[2].split())
+
+
+def test_a_training_step_is_not_told_of_by_our_lines():
+    def loss(x):
+        raise ValueError(x.shape)
+
+    step = cgpass.train_step(loss, torch.optim.SGD([nn.Parameter(X)], 0.1))
+    with cgpass.explain() as report, pytest.raises(ValueError, match="Size"):
+        step(X)
+    assert (
+        "the loss function of a training step runs in eager because of test_breaks.py:"
+        in joined(report)
+    )
+    assert "whole_step.py" not in str(report)

@@ -43,6 +43,20 @@ def test_only_what_reads_otherwise_has_changed():
     assert diff(old, new) == "nothing changed"
 
 
+def test_alike_reasons_are_told_apart_by_their_code():
+    one = Reason(
+        "host_sync", "aten.histc.default", "it reads", "pass min=", "m.py:3 in f: histc(x)"
+    )
+    other = dataclasses.replace(one, line="m.py:4 in f: histc(y)")
+    old, new = sample(), sample()
+    old.graph_breaks, new.graph_breaks = (
+        (one, other),
+        (dataclasses.replace(other, line="m.py:3 in f: histc(y)"),),
+    )
+    assert "gone: aten.histc.default at m.py:3 in f: histc(x)" in diff(old, new)
+    assert "m.py:4" not in diff(old, new)
+
+
 def test_of_many_recordings_the_oldest_are_not_noted():
     report = sample()
     noted = next(part for graph in report.graphs for part in graph.partitions if part.recordings)

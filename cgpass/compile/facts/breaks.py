@@ -269,6 +269,8 @@ def _where(function: Function) -> str:
     file, line, name = function
     if file.endswith(_WRAPPER):
         return "modules of torch's own classes, as nn.Sequential (they count as one function)"
+    if file.startswith(_OURS):
+        return "the loss function of a training step"
     return _at(file, line, name)
 
 
