@@ -85,7 +85,7 @@ def _report(options: argparse.Namespace) -> int:
     else:
         told = options.output or Path(options.saved[0]).with_suffix(".html")
         report.save(told)
-    sys.stdout.write(f"{told}\n")
+    _say(told)
     return 0
 
 
@@ -103,8 +103,14 @@ def _check(options: argparse.Namespace) -> int:
     if save is not None:
         report.save(save)
     passes, text = verdict(report, least)
-    sys.stdout.write(f"{text}\n")
+    _say(text)
     return 0 if passes else 1
+
+
+def _say(told: object) -> None:
+    """Print a text, also where stdout can't encode what users call things."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(f"{told}\n".encode(encoding, "backslashreplace").decode(encoding))
 
 
 def _build(_: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 import os
 import runpy
 import sys
+import threading
 from collections.abc import Sequence
 
 from cgpass.errors import ReportError
@@ -79,7 +80,7 @@ def run_script(script: str, args: Sequence[str], *, module: bool = False) -> int
     """
     if not (module or os.path.exists(script)):
         raise ReportError(f"there is no script {script!r} to check")
-    argv, path = sys.argv, sys.path
+    argv, path, threads = sys.argv, sys.path, {*threading.enumerate()}
     folder = os.getcwd() if module else os.path.dirname(os.path.abspath(script))
     sys.argv, sys.path = [script, *args], [folder, *path]
     try:
@@ -93,5 +94,8 @@ def run_script(script: str, args: Sequence[str], *, module: bool = False) -> int
         sys.stderr.write(f"{exit_.code}\n")
         return 1
     finally:
+        for each in {*threading.enumerate()} - threads:
+            if not each.daemon:  # Python waits for them, too
+                each.join()
         sys.argv, sys.path = argv, path
     return 0

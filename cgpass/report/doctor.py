@@ -26,8 +26,6 @@ _ENVIRONMENT: Final = {
 }
 """Variables that do harm, and what to do about them."""
 
-_COMPILERS: Final = ["c++", "g++", "clang++"]
-
 Finding = tuple[str, str, str]
 """What was looked at, what was found, and what to do; the last is empty where all is well."""
 
@@ -60,7 +58,8 @@ def _torch() -> Iterator[Finding]:
 
 
 def _compiler() -> Iterator[Finding]:
-    found = [named] if (named := os.environ.get("CXX", "").split(" ")[0]) else _COMPILERS
+    named = os.environ.get("CXX", "").split(" ")[0]
+    found = [named] if named else ["c++", "g++", "clang++"]
     path = next(filter(None, map(shutil.which, found)), None)
     fix = "" if path else "Install g++ or clang++, or set CXX to a compiler"
     yield "C++ compiler", path or f"none of {', '.join(found)}", fix

@@ -3,7 +3,9 @@
 import contextlib
 import copy
 import dataclasses
+import dis
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, overload
@@ -96,7 +98,8 @@ def explain(
     if not callable(fn):
         raise InputError(f"cgpass.explain takes a module or function, got a {type(fn).__name__}")
     args, kwargs = _spread(args, kwargs)
-    values = [*_reached(fn), optimizer, *pytree.tree_leaves((args, kwargs))]
+    given = [fn, inspect.unwrap(fn), *pytree.tree_leaves((args, kwargs, optimizer))]
+    values = [value for each in given for value in _reached(each)]
     roots = [each for each in values if isinstance(each, torch.nn.Module)]
     modules = [*dict.fromkeys(module for root in roots for module in root.modules())]
     kinds = torch.nn.Module | types.FunctionType
@@ -168,23 +171,24 @@ def _differentiated(result: Any) -> list[torch.Tensor]:
 
 
 def _reached(value: Any, depth: int = 2) -> Iterator[Any]:
-    """What is called, and what it names or is bound to: a loop's step names a helper, and that the model."""
+    """Yield a value, what it names, holds or is bound to, and what these do: a loop's step names a helper, and that the model."""
     yield value
-    found: list[Any] = []
-    if isinstance(value, types.MethodType):
-        found = [value.__self__, value.__func__, *getattr(value.__self__, "__dict__", {}).values()]
-    elif isinstance(value, types.FunctionType):
+    if not depth or isinstance(value, torch.nn.Module | torch.Tensor | types.ModuleType):
+        return
+    found = [*getattr(value, "__dict__", {}).values()]
+    if isinstance(value, types.FunctionType):
         cells = [cell for cell in value.__closure__ or () if cell != types.CellType()]
-        found = [getattr(value, "__wrapped__", None), *(cell.cell_contents for cell in cells)]
+        found += value.__defaults__, value.__kwdefaults__, *(c.cell_contents for c in cells)
         codes = [value.__code__]
         for code in codes:
             codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-            found += [value.__globals__.get(name) for name in code.co_names]
-    elif isinstance(value, torch.nn.Module):
-        found = [getattr(value, "_orig_mod", None)]
-    elif depth == 2:
-        found = [*getattr(value, "__dict__", {}).values()]
-    for each in pytree.tree_leaves(found) if depth else ():
+            loads = [each for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"]
+            found += [value.__globals__.get(load.argval) for load in loads]
+    elif isinstance(value, types.MethodType):
+        found += value.__self__, value.__func__, *getattr(value.__self__, "__dict__", {}).values()
+    elif isinstance(value, functools.partial):
+        found += value.func, value.args, value.keywords
+    for each in pytree.tree_leaves(found):
         yield from _reached(each, depth - 1)
 
 
@@ -197,13 +201,13 @@ def _restored(
     """Put back parameters, buffers, gradients and what optimizers and scalers keep."""
     groups = [group for each in optimizers for group in getattr(each, "param_groups", ())]
     params = [value for group in groups for value in group["params"]]
-    own = [table for each in modules for table in (each._parameters, each._buffers)]
-    tables: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in own]
+    own: list[dict[str, Any]] = [t for m in modules for t in (m._parameters, m._buffers)]
+    tables = [(table, dict(table)) for table in own]
     values = [*(value for _, before in tables for value in before.values()), *params]
     there = [each for each in dict.fromkeys(values) if each is not None]
     kept = [(each, _copy(each)) for each in there if not torch.nn.parameter.is_lazy(each)]
     gradients = [(each, each.grad) for each in (*tensors, *params) if each.is_leaf]
-    states = [(each, copy.deepcopy(each.state_dict())) for each in optimizers]
+    states = [(each, copy.deepcopy(each.state_dict())) for each in dict.fromkeys(optimizers)]
     for each, _ in gradients:
         each.grad = None
     try:
@@ -227,12 +231,7 @@ def _copy(value: torch.Tensor) -> torch.Tensor:
     return value.detach().to("cpu", copy=True) if is_plain else value.detach().clone()
 
 
-# ---- arguments
-
-
-def _spread(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _spread(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Spread a batch that is given by itself: a mapping by name, a tuple or list by position."""
     batch: Any = args[0] if len(args) == 1 and not kwargs else None
     if isinstance(batch, Mapping):

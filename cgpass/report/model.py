@@ -113,10 +113,8 @@ class Facts:
     @property
     def work(self) -> tuple[int, int]:
         """Operators that CUDA graphs ran, and all that compiled functions ran, but for warm-ups."""
-        done, work = (
-            sum(each) for each in zip((0, 0), *(g.work for g in self.graphs), strict=True)
-        )
-        return done, work
+        works = [graph.work for graph in self.graphs]
+        return sum(done for done, _ in works), sum(work for _, work in works)
 
     @property
     def boundaries(self) -> int:

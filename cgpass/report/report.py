@@ -89,10 +89,11 @@ class Report(Facts):
         """
         path = Path(path)
         check_place(path)
-        said, part = WRITERS[path.suffix](self), path.with_name(f"cgpass-{os.getpid()}.part")
+        said, target = WRITERS[path.suffix](self), path.resolve()
+        part = target.with_name(f"cgpass-{os.getpid()}.part")
         try:
-            part.write_text(said, encoding="utf-8")
-            part.replace(path)
+            part.write_text(said, encoding="utf-8", errors="backslashreplace")
+            part.replace(target)
         except OSError as error:
             raise ReportError(f"{path} can't be written: {error.strerror}") from error
         finally:  # also where it was interrupted
@@ -144,11 +145,10 @@ def _decoded(kind: Any, value: Any) -> Any:
 
 def diff(old: Report, new: Report) -> str:
     """List the changes from one report to another, in lines."""
-    lines = [
-        f"{name}: {shown(getattr(old, field_))} -> {shown(getattr(new, field_))}"
-        for name, field_, shown in _COMPARED
-        if getattr(old, field_) != getattr(new, field_)
-    ]
+    shown = (
+        (name, *(show(getattr(each, of)) for each in (old, new))) for name, of, show in _COMPARED
+    )
+    lines = [f"{name}: {was} -> {now}" for name, was, now in shown if was != now]
     before, after = _told(old), _told(new)
     lines += [f"gone: {each}" for key, each in before.items() if key not in after]
     lines += [f"new: {each}" for key, each in after.items() if key not in before]
@@ -173,6 +173,7 @@ _COMPARED: Final[Sequence[tuple[str, str, Callable[[Any], str]]]] = (
 """What `diff` says of a field, and how it is shown."""
 
 
-def _told(report: Report) -> dict[tuple[str, str | None, str], str]:
-    """Texts of all reasons, by what stays the same where lines move."""
-    return {(each.code, each.rest, each.op or each.detail): str(each) for each in report.reasons}
+def _told(report: Report) -> dict[tuple[str | None, ...], str]:
+    """Texts of all reasons, by what stays the same where lines move: the code that is written there, too."""
+    found = ((each, (each.line or "").partition(": ")[2]) for each in report.reasons)
+    return {(each.code, each.rest, each.op or each.detail, code): str(each) for each, code in found}

@@ -17,8 +17,8 @@ _LISTED: Final = 12
 _ROW: Final = "    {:24} {:>6} {:>6} {:>8} {:>8} {:>10} {:>8} {:>12}"
 """Of the table of partitions; longer names have a line of their own."""
 NOTHING: Final = (
-    "Nothing that cgpass compiled ran here. It was not called, it is compiled for another backend, or torch.compile "
-    "gave up on it earlier in this process (torch.compiler.reset() makes it try again)."
+    "Nothing that cgpass compiled ran here. It was not called, has no operators, is compiled for another backend, or "
+    "torch.compile gave up on it earlier in this process (torch.compiler.reset() makes it try again)."
 )
 _DROP: Final = (
     "drop results, and call zero_grad(), before the next call; if you need them, leave it"
@@ -165,7 +165,8 @@ def _of_partition(where: str, part: PartitionReport) -> Iterator[tuple[float, Re
     causes = Counter(note.cause for note in part.recordings if note.cause != "first")
     for cause, count in causes.items():
         notes = [note for note in part.recordings if note.cause == cause]
-        more = f"{many(count, 'more recording')}: {notes[-1].detail}"
+        least = "at least " if len(part.recordings) < part.counts.get("recordings", 0) else ""
+        more = f"{least}{many(count, 'more recording')}: {notes[-1].detail}"
         yield count, Reason(cause, "", more, _CAUSES.get(cause, _DROP), where)
     if rescues := part.counts.get("rescues", 0):
         copied = size(part.counts.get("rescued_bytes", 0))
@@ -226,10 +227,8 @@ def costs(report: Facts) -> list[str]:
         else:
             lines += [*wrapped(f"{number}. {each.line}{times}", 2, 3), *wrapped(what(each), 5)]
         lines += wrapped(f"Do: {each.fix}", 5) if each.fix else []
-    if len(found) > _LISTED:
-        lines += wrapped(
-            f"and {len(found) - _LISTED} more; report.save('report.json') keeps all", 2
-        )
+    if (more := len(found) - _LISTED) > 0:
+        lines += wrapped(f"and {more} more; report.save('report.json') keeps all", 2)
     return lines + [row for each in uncounted(report) for row in wrapped(each, 2)]
 
 

@@ -85,8 +85,7 @@ def _report(
         for each, counts in after.others.items()
         if (was := before.others.get(each, (0, 0, 0)))[0] < counts[0]
     }
-    sizes = [owner.driver.pool_bytes() for owner in owners(before)]
-    pools = [each for each in sizes if each is not None]
+    pools = [n for owner in owners(before) if (n := owner.driver.pool_bytes()) is not None]
     on_cuda = torch.cuda.is_initialized()  # asking for the name would do that
     simulated = "simulated" in ({g.driver for g in graphs} - {None} or {Options.parse(None).driver})
     return Report(

@@ -153,9 +153,7 @@ def _new(code: str, name: str, line: str | None, count: int, calls: int) -> Reas
     detail = f"{NEW[code]} in {many_calls}: each such call warms up, or is recorded"
     fix = OTHER_FIXES[code]
     if code == "new_tensor" and name.endswith(".grad"):
-        fix = (
-            "keep gradients in place with zero_grad(set_to_none=False): backwards add to them then"
-        )
+        fix = "keep gradients in place with zero_grad(set_to_none=False): backwards add to them"
     elif code == "new_shape" and (size := _SIZE.match(name)):
         fix = _BATCHES if size[2] == "0" else f"pad dimension {size[2]} of {size[1]} to a few sizes"
     return Reason(code, name, detail, fix, line)

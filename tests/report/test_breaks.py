@@ -301,6 +301,11 @@ def test_what_is_not_known_is_told_in_torchs_words_of_which_some_are_left_out():
     text = "Some new break\n  Hint: This graph break is fundamental - no.\n  Hint: Remove the call. It helps.\n  Hint: Other."
     found = breaks.reason_of(text, "model.py:41 in forward")
     assert (found.detail, found.fix) == ("graph break: Some new break", "Remove the call")
+    text = "A call\n  Hint: Your code may result in an error when running in eager. Please check it. You can."
+    assert breaks.reason_of(text, None).fix == "Please check it"
+    assert breaks.reason_of(f"A call\n  Hint: Use {'long ' * 99}", None).fix.endswith("long [...]")
+    text = "A call\n  Explanation: Dynamo does not know how to trace the builtin `time.time.` This is one."
+    assert breaks.reason_of(text, None).detail == "graph break: time.time can't be traced"
     assert breaks.reason_of("Unsupported", None).fix == "TORCH_LOGS=graph_breaks shows more"
     assert max(len(f"     Do: {fix}") for _, _, fix in breaks._KNOWN) <= 100, "one line of a report"
 
@@ -396,3 +401,17 @@ def test_a_script_with_functions_in_eager_fails(tmp_path, capsys):
     said = capsys.readouterr().out
     assert said.startswith("cgpass check: FAILED: 100% of the 152 operators that compiled code ran")
     assert f", because of {at(tries)}" in " ".join(said.partition("fell back:\n")[2].split())
+
+
+def test_a_training_step_is_not_told_of_by_our_lines():
+    def loss(x):
+        raise ValueError(x.shape)
+
+    step = cgpass.train_step(loss, torch.optim.SGD([nn.Parameter(X)], 0.1))
+    with cgpass.explain() as report, pytest.raises(ValueError, match="Size"):
+        step(X)
+    assert (
+        "the loss function of a training step runs in eager because of test_breaks.py:"
+        in joined(report)
+    )
+    assert "whole_step.py" not in str(report)

@@ -1,6 +1,7 @@
 """`python -m cgpass check`, doctor and the pytest fixture: for scripts, machines and tests of users."""
 
 import dataclasses
+import io
 import runpy
 import subprocess
 import sys
@@ -45,6 +46,22 @@ def script(tmp_path, monkeypatch):
     yield tmp_path / "script.py"
     sys.modules.pop("beside", None)
     torch.compiler.reset()
+
+
+def test_threads_of_a_script_are_waited_for_and_stdout_has_few_letters(
+    tmp_path, counted_alone, monkeypatch
+):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import threading, time\n"
+        "threading.Thread(target=lambda: (time.sleep(0.2), print('ended'))).start()\n"
+    )
+    said = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    monkeypatch.setattr(check, "costs", lambda _: ["größer"])
+    monkeypatch.setattr(sys, "stdout", said)
+    assert command.main(["check", str(script)]) == 1
+    assert said.buffer.getvalue().startswith(b"ended\n")
+    assert said.buffer.getvalue().endswith(b"gr\\xf6\\xdfer\n")
 
 
 def test_a_script_that_is_captured_passes(script, counted_alone, capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """What `cgpass.explain` watches, and what it puts back."""
 
 import dataclasses
+import functools
 import gc
 import re
 import weakref
@@ -250,6 +251,17 @@ def named():
     return lambda x: helper(x).sin()
 
 
+def embed(x):
+    return x + 1
+
+
+def test_an_attribute_is_no_global_of_its_name(monkeypatch):
+    monkeypatch.setitem(globals(), "embed", torch.compile(embed, backend="cgpass"))
+    model = Model()
+    model.embed = model.forward
+    assert cgpass.explain(lambda x: model.embed(x), X).graphs
+
+
 @pytest.mark.parametrize("make", [in_place, named])
 def test_what_is_compiled_already_runs_as_it_is(make):
     call = make()
@@ -324,6 +336,49 @@ def test_an_optimizer_that_the_function_does_not_name_is_given():
 
     cgpass.explain(step, X, optimizer=optimizer)
     assert not optimizer.state
+
+
+class Trainer:
+    def __init__(self):
+        self.model = Model()
+        self.scheduler = torch.optim.lr_scheduler.StepLR(
+            torch.optim.SGD(self.model.parameters(), 0.1), 1
+        )
+
+    def step(self, x):
+        update(x, self)
+
+
+def update(x, trainer):
+    trainer.model(x).sum().backward()
+    trainer.scheduler.optimizer.step()
+    trainer.scheduler.step()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda trainer: lambda x: trainer.step(x),
+        lambda trainer: lambda x, trainer=trainer: update(x, trainer),
+        lambda trainer: functools.partial(update, trainer=trainer),
+        lambda trainer: functools.partial(trainer.step),
+        lambda trainer: trainer.step,
+    ],
+)
+def test_what_holds_a_model_is_put_back_with_it(make):
+    trainer = Trainer()
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    cgpass.explain(torch.compiler.disable(make(trainer)), X, optimizer=trainer.scheduler.optimizer)
+    after = trainer.model.state_dict()
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
+
+
+def test_a_scheduler_names_its_optimizer():
+    scheduler = Trainer().scheduler
+    cgpass.explain(
+        torch.compiler.disable(lambda x: scheduler.optimizer.step() or scheduler.step()), X
+    )
+    assert scheduler.optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_what_a_training_step_changes_is_put_back():

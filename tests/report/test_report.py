@@ -28,6 +28,42 @@ def test_it_is_kept_in_files(tmp_path):
         report.save(tmp_path / "r.pdf")
 
 
+def test_it_is_kept_behind_a_link_and_with_names_that_are_no_unicode(tmp_path):
+    report = sample()
+    report.command = "train\udcff.py"
+    (tmp_path / "link.html").symlink_to(tmp_path / "page.html")
+    report.save(tmp_path / "link.html")
+    assert (tmp_path / "link.html").is_symlink()
+    assert "train\\udcff.py" in (tmp_path / "page.html").read_text()
+
+
+def test_only_what_reads_otherwise_has_changed():
+    old, new = sample(), sample()
+    new.counters = {**old.counters, "copied_bytes": 7}
+    assert diff(old, new) == "nothing changed"
+
+
+def test_alike_reasons_are_told_apart_by_their_code():
+    one = Reason(
+        "host_sync", "aten.histc.default", "it reads", "pass min=", "m.py:3 in f: histc(x)"
+    )
+    other = dataclasses.replace(one, line="m.py:4 in f: histc(y)")
+    old, new = sample(), sample()
+    old.graph_breaks, new.graph_breaks = (
+        (one, other),
+        (dataclasses.replace(other, line="m.py:3 in f: histc(y)"),),
+    )
+    assert "gone: aten.histc.default at m.py:3 in f: histc(x)" in diff(old, new)
+    assert "m.py:4" not in diff(old, new)
+
+
+def test_of_many_recordings_the_oldest_are_not_noted():
+    report = sample()
+    noted = next(part for graph in report.graphs for part in graph.partitions if part.recordings)
+    noted.counts["recordings"] = 99
+    assert "at least 1 more recording: " in str(report)
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

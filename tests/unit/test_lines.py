@@ -20,6 +20,8 @@ def test_user_line_is_the_innermost_frame_outside_of_torch():
     assert lines.user_line(sin) == "model.py:41 in forward: return torch.sin(x)"
     sin.meta["stack_trace"] = '  File "/a/model.py", line 41, in <lambda>'
     assert lines.user_line(sin) == "model.py:41 in <lambda>"
+    sin.meta["stack_trace"] = '  File "/a/my "own" model.py", line 41, in forward'
+    assert lines.user_line(sin) == 'my "own" model.py:41 in forward'
     sin.meta.pop("stack_trace")
     assert lines.user_line(sin) is None
 

@@ -4,6 +4,7 @@ import itertools
 import os
 import re
 import sysconfig
+import textwrap
 import threading
 import traceback
 from collections.abc import Collection, Iterable, Sequence
@@ -47,6 +48,7 @@ _KNOWN: Final = (
         "a graph break in a comprehension",
         "take what breaks the graph out of the comprehension",
     ),
+    (r"the builtin `([^`]+)\.`", r"\1 can't be traced", "call it outside of what is compiled"),
 )
 """Torch's words, what they mean, and what to do.
 
@@ -104,10 +106,13 @@ def reason_of(text: str, line: str | None) -> Reason:
     lines = [each.strip() for each in text.strip().splitlines()]
     detail = next(filter(None, lines), "torch says no more").partition(". ")[0][:_LENGTH]
     hints = [each.removeprefix("Hint: ") for each in lines if each.startswith("Hint: ")]
-    fix = next((hint for hint in hints if not _NO_HELP.search(hint)), "")
-    fix = fix.partition(". ")[0][:_LENGTH] or "TORCH_LOGS=graph_breaks shows more"
-    known = ((cause, fix) for pattern, cause, fix in _KNOWN if re.search(pattern, text))
-    detail, fix = next(known, (detail, fix))
+    hint = next((hint for hint in hints if not _NO_HELP.search(hint)), "")
+    fix = hint.rpartition(" when running in eager. ")[2].partition(". ")[0].removesuffix(".")
+    fix = textwrap.shorten(fix, _LENGTH) or "TORCH_LOGS=graph_breaks shows more"
+    for pattern, cause, remedy in _KNOWN:
+        if found := re.search(pattern, text):
+            detail, fix = found.expand(cause), remedy
+            break
     operator = _OPERATOR.search(text)
     if operator is not None and operator[2] in op_tables.OPERATOR_FIXES:
         detail = f"{operator[1]} reads data, or makes a size that depends on it"
@@ -264,6 +269,8 @@ def _where(function: Function) -> str:
     file, line, name = function
     if file.endswith(_WRAPPER):
         return "modules of torch's own classes, as nn.Sequential (they count as one function)"
+    if file.startswith(_OURS):
+        return "the loss function of a training step"
     return _at(file, line, name)
 
 

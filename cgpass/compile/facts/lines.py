@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)')
+_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)')
 _WRAPPER = re.compile(r" in \w*(wrap|inner|decorat)\w*$")
 _HANDS_ON = re.compile(r"\*\w+, \*\*\w+\)")
 _ROOT = re.compile(r"^L\['\w+'\]\.?")
