@@ -233,6 +233,7 @@ def test_a_graphed_module_that_is_parametrized(setting, caplog):
     (said,) = caplog.messages
     why = "its class changed after recording (parametrize it before)"
     assert said == f"Linear runs without a graph: {why}."
+    clear_grads(plain)
     check(setting, copy.deepcopy(graphed), plain)
     for each in (graphed, plain):
         torch.nn.utils.parametrize.remove_parametrizations(each, "weight")
