@@ -55,6 +55,10 @@ _NEW_STATE: Final = (
 _NEW_NUMBER: Final = "{} changed; each change costs one call, except that of a learning rate"
 _FOREIGN: Final = "something else than the optimizer's parameters gets gradients; freeze, detach or give it to an optimizer of the step"
 _IN_TURN: Final = "not all of the loss can be captured, see cgpass.explain(loss_fn, batch); the optimizer's step is a graph of its own"
+_WRITES_NUMBERS: Final = (
+    "the loss changes the optimizer's param_groups or flags; change them between two steps"
+)
+_WRITES_TENSORS: Final = "the loss writes a tensor of the optimizer; write it between two steps"
 _COMMUNICATES: Final = "it communicates with other processes"
 _ITS_LINE: Final = "cgpass.explain(loss_fn, batch) names the line"
 _TOO_OFTEN: Final = "it was compiled torch._dynamo.config.recompile_limit times; keep what changes the same, or make it a tensor"
@@ -216,8 +220,9 @@ class TrainStep:
                 raise InputError(
                     f"loss_fn returned a {type(loss).__name__}: return the loss, a tensor, or (loss, more)"
                 )
+            writes = self._update.changed_since_filled()  # what the loss wrote holds in this step
             self._run_pieces(loss)
-            self._learn(call, loss)
+            self._learn(call, loss, _WRITES_NUMBERS if writes else None)
         if call.whole is not None and call.whole.is_one:
             self.whole_calls += 1
         else:
@@ -311,7 +316,7 @@ class TrainStep:
             return "a TorchFunctionMode is on; leave its block for the step"
         return why or self._update.why_pieces()
 
-    def _learn(self, call: "_Call", loss: torch.Tensor) -> None:
+    def _learn(self, call: "_Call", loss: torch.Tensor, found: str | None) -> None:
         """Find out which way the next call of this variant may go; its backward may be compiled only now."""
         if self._too_often:
             call.why = call.why or _TOO_OFTEN
@@ -322,8 +327,8 @@ class TrainStep:
         if call.met is None or self._too_often:
             return
         training, args, returned = call.met
-        found = "the loss is several graphs" if call.graphs > 1 else None
-        found = found or _why_never(training, returned, loss)
+        found = "the loss is several graphs" if call.graphs > 1 else found
+        found = found or _why_never(training, args, returned, loss)
         self._variants[training] = found or _Whole(training, args, self._update, self._name)
         call.why = call.why or found
 
@@ -469,6 +474,15 @@ class _Update:
         found = {*map(id, leaves)}
         return len(found) == len(leaves) and found <= {*map(id, self.params)}
 
+    def owns(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Tell whether any of these shares memory with what updates read and write beside parameters."""
+        own = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in (*self.state, *[rate.tensor for rate in self.rates])
+            if tensor.numel()
+        }
+        return not own.isdisjoint(tensor.untyped_storage().data_ptr() for tensor in tensors)
+
     def run(self) -> None:
         """Clip, step and zero_grad."""
         scaler = self.scaler
@@ -506,6 +520,16 @@ class _Update:
                 rate.filled = math.nan  # until it is
                 rate.tensor.fill_(float(lr))
                 rate.filled = float(lr)
+
+    def changed_since_filled(self) -> bool:
+        """Tell if groups or flags are others than when the rates were filled, and fill them anew."""
+        numbers, changed = self.numbers, False
+        for rate in self.rates:
+            lr = rate.group["lr"]
+            changed |= lr is not rate.tensor if rate.filled is None else bool(lr != rate.filled)
+        self.look()
+        self.fill_learning_rates()
+        return changed or self.numbers != numbers
 
     # ---- what changes
 
@@ -603,12 +627,16 @@ def _by_value(value: object) -> Any:
     return value if isinstance(value, (int, float, str, type(None))) else ...
 
 
-def _why_never(training: TrainingCall, returned: list[Any], loss: torch.Tensor) -> str | None:
+def _why_never(
+    training: TrainingCall, args: _Args, returned: list[Any], loss: torch.Tensor
+) -> str | None:
     """Why calls of a graph that Dynamo compiled always run in pieces, told by one that did."""
     graphs = training.graphs
     if graphs is None:
         return "its backward is not compiled yet"
     layout, forward, backward, _ = graphs
+    if len(args) != layout.num_inputs:
+        return f"Dynamo made parameters a part of the graph, as where {_WRITES_NUMBERS}"
     if len(layout.differentiable) != 1:
         return f"{len(layout.differentiable)} results of the loss require grad; detach all but the loss"
     if returned[layout.differentiable[0]] is not loss or loss.numel() != 1:
@@ -648,6 +676,8 @@ class _Whole:
         self._contents: tuple[list[Any], bytes] = fast.contents(
             self._take_leaves(args), (), _NOTHING
         )
+        self._places = b""
+        """Of what the loss writes, and of learning rates."""
         self._update = update
         self._looks = -1
         leaves: Sequence[int] = self._positions
@@ -691,10 +721,19 @@ class _Whole:
         if contents[0] is not self._contents[0]:
             self._looks = -1
         self._contents = contents
+        written = [args[n] for n in self._layout.written]
+        if written:
+            rates = [rate.tensor for rate in update.rates]
+            places = fast.contents([*written, *rates], (), _NOTHING)[1]
+            if places != self._places:
+                self._looks, self._places = -1, places
         if 0 in fast.requiring_grad(self._leaves):
             return "a parameter was frozen, which torch 2.11 does not notice; call torch.compiler.reset()"
-        if update.looks != self._looks and not update.has(self._leaves):
-            return _FOREIGN
+        if update.looks != self._looks:
+            if not update.has(self._leaves):
+                return _FOREIGN
+            if update.owns(written):
+                return _WRITES_TENSORS
         self._looks = update.looks
         if self._runner.failure is not None:
             return f"capturing it failed: {self._runner.failure}"

@@ -661,6 +661,53 @@ def test_pieces_say_why(way, name, caplog):
     assert why in cgpass.summary()
 
 
+NUMBERS, TENSORS = (
+    "the loss changes the optimizer's param_groups",
+    "the loss writes a tensor of the optimizer",
+)
+WRITES = {
+    "a learning rate": (lambda o, group, x: group.update(lr=0.01 * len(x)), NUMBERS),
+    "a weight decay": (lambda o, group, x: group.update(weight_decay=0.1 * len(x)), NUMBERS),
+    "through the optimizer": (lambda o, _, x: o.param_groups[0].update(lr=0.01 * len(x)), NUMBERS),
+    "a learning rate's tensor": (lambda o, group, x: group["lr"].mul_(0.9), TENSORS),
+    "state": (lambda o, group, x: group["kept"][0].mul_(0.5), TENSORS),
+}
+"""What a loss may write of an optimizer, and what says that."""
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_loss_that_writes_what_the_update_reads(way, name):
+    write, why = WRITES[name]
+
+    def program(session):
+        rate = torch.tensor(0.01, device=session.device) if name.endswith("tensor") else 0.01
+
+        def loss_fn(x):
+            write(training.optimizer, group, x)
+            return training.module(x).square().mean()
+
+        def made(params):
+            return torch.optim.AdamW(params, lr=rate, fused=True)
+
+        training = Training(session, optimizer=made, loss_fn=lambda module: loss_fn)
+        group = training.optimizer.param_groups[0]
+        if name == "state":  # which is there after a step
+            training.module(torch.ones(4, 8, device=session.device)).square().mean().backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            group = {"kept": [training.optimizer.state[group["params"][0]]["exp_avg"]]}
+        for size in (4, 4, 4, 6, 6, 6, 5, 4):
+            (batch,) = session.batches(size, 8, count=1)
+            training.run(batch)
+        program.step = training.step
+        return [*training.found(), training.optimizer.param_groups[0]["lr"]]
+
+    compared(way, program)
+    way.run(program)
+    assert program.step.whole_calls == 0
+    assert why in program.step.explain()
+
+
 @pytest.mark.parametrize(
     ("scale", "outputs"), [(None, "shared"), (2.0**8, "shared"), (None, "owned")]
 )
