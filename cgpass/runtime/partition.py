@@ -8,12 +8,13 @@ Note [What a call does]
         partition or key is left plain: it runs without a graph
     2   it has recordings, one of which overwrites nothing that is referenced: replay
     3   it has recordings, all of which overwrite results of calls whose backward is due (`OutputMemory.can_rescue`):
-        record another one
+        record another one, and replay it
     3b  the same, with `max_pending_calls` of them: without a graph
     4   it has recordings, which overwrite what is referenced otherwise: rescue that, look once more, replay
-    5   it has none, but its key was seen, wherever values of other recordings lay, and there is room: record
-    6   else it runs without a graph, and its key was seen from now on, unless there is no room for it. What reads its
-        results in this very call runs without a graph, too
+    5   it has none, but its key was seen, if with values of other recordings elsewhere, and there is room: record, and
+        replay that
+    6   else it is a warm-up: it runs without a graph, and its key was seen from now on (a plain call, of which nothing is
+        remembered, if there is no room for it). What reads its results in this very call runs without a graph, too
 
     Nothing else decides. A recording goes when a storage that it reads in place is gone, once something else is
     recorded. All go, and are made again in their next calls, before a larger one is made, which finds no room in their
@@ -303,7 +304,7 @@ class PartitionRunner:
     def _unrecorded(
         self, args: list[Any], shape: ShapeKey, found: Found, key: bytes, seen: Seen | None
     ) -> Plain:
-        """Row 6: run without a graph; the key was seen from now on, as it is and as it will be in these places."""
+        """Row 6: run without a graph. Two keys were seen from now on: the call's, and that of a next one at these places."""
         table, inputs = self.table, self._inputs
         if found.code == "not_in_the_pool" and seen and seen.recordings and not seen.is_gone:
             name, line = self._named(found.absent)
