@@ -1,7 +1,7 @@
 """Raises an exception at one line, or before or after one native call, of what runs.
 
-What is left out is where CPython takes no signal: where a `with` statement is about to call `__exit__`, an exception of
-a tracing function would skip that, and a lock would stay locked, whatever the code does.
+What is left out is where CPython takes no signal, and an exception of a tracing function would leave a lock locked,
+whatever the code does: at `try:` inside of a `with` statement, and where that is about to call `__exit__`.
 """
 
 import dis
@@ -47,7 +47,7 @@ def _exits(code: CodeType) -> frozenset[int]:
             while steps[before].opname in ("NOP", "SWAP"):  # with a value that is returned
                 found.add(steps[before].offset)
                 before -= 1
-        elif step.opname in ("PUSH_EXC_INFO", "WITH_EXCEPT_START"):
+        elif step.opname in ("PUSH_EXC_INFO", "WITH_EXCEPT_START", "NOP"):
             found.add(step.offset)
     return frozenset(found)
 

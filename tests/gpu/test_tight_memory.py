@@ -123,6 +123,7 @@ def test_what_does_not_fit_runs_without_a_graph_and_says_so(model, caplog):
         before = torch.cuda.memory_allocated()
         plain(batch)
         needed = torch.cuda.max_memory_allocated() - before
+        torch.cuda.empty_cache()  # no pool can use free parts of blocks that are in use
         others = [batch.clone() for _ in range(4)]  # each elsewhere: a graph needs a copy
         # Less and less room, until it is enough for a call, and not for a graph beside its copy of the input.
         for spare in range(batch.nbytes, -needed, -batch.nbytes // 8):
@@ -151,17 +152,17 @@ def test_what_does_not_fit_runs_without_a_graph_and_says_so(model, caplog):
 @pytest.mark.parametrize("filled", [90, 95, 99])
 @pytest.mark.parametrize("model", MODELS)
 def test_training_on_a_full_device(model, filled):
-    """At 99 percent there is room for what a step needs without a graph, and for no more."""
+    """At 99 percent there is room for what a step needs without a graph, beside some for the sizes of segments."""
     make, (count, *shape) = MODELS[model]
     shape = (count // 8, *shape)
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_reserved()
+    before = torch.cuda.memory_allocated()
     expected = trained(make, shape, "none")
-    needed = torch.cuda.max_memory_reserved() - before
+    needed = torch.cuda.max_memory_allocated() - before + 128 * MIB
     torch.compiler.reset()
     torch.cuda.empty_cache()
     ballast = torch.empty(filled * needed, dtype=torch.uint8, device=DEVICE)
-    with spared((100 - filled) * needed + 32 * MIB):  # some of it for the sizes of segments
+    with spared((100 - filled) * needed):
         values = trained(make, shape, "auto")
     del ballast
     assert all(map(torch.equal, values, expected))
