@@ -66,17 +66,6 @@ def test_one_graph_that_recomputes(program):
     assert "checkpoint" in str(graphs[0].graph)
 
 
-def test_a_compiled_function_inside_a_checkpoint():
-    torch.manual_seed(0)
-    model, x = Quiet(), tensor(4, 8, requires_grad=True)
-    compiled = torch.compile(model, backend=cgpass.cgpass, options=OPTIONS)
-    expected = gradients(model, model, x)
-    for _ in range(4):
-        found = gradients(lambda x: cgpass.checkpoint(compiled, x), model, x)
-        for a, b in zip(expected, found, strict=True):
-            torch.testing.assert_close(a, b)
-
-
 def test_a_tracker_runs_outside_of_the_graph():
     tracker = tracker_of(a=1)
     states = tracker.get_states()

@@ -154,20 +154,13 @@ def made(request):
     torch.compiler.reset()
 
 
-def test_settings_of_torchs_checkpoint_are_refused(made):
-    def call(x):
-        return cgpass.checkpoint(lambda x, **kwargs: x.sin(), x, preserve_rng_state=False)
-
-    with pytest.raises(CheckpointArgumentError) as error:
-        made(call)(tensor(3))
-    assert str(error.value) == (
-        "cgpass.checkpoint: preserve_rng_state is a setting of torch.utils.checkpoint that cgpass.checkpoint doesn't "
-        "have (random numbers are always preserved, recomputations always end early), and fn has no argument of that "
-        "name. Leave it out; if fn needs it, pass functools.partial(fn, preserve_rng_state=...)."
-    )
-
-
+SETTING = (
+    "preserve_rng_state is a setting of torch.utils.checkpoint that cgpass.checkpoint doesn't have (random numbers are "
+    "always preserved, recomputations always end early), and fn has no argument of that name. Leave it out; if fn needs "
+    "it, pass functools.partial(fn, preserve_rng_state=...)."
+)
 WRONG = {
+    SETTING: {"fn": lambda x, **kwargs: x.sin(), "preserve_rng_state": False},
     "fn must be callable, got Tensor. Pass the function and its arguments": {"fn": torch.ones(3)},
     "rng_tracker must be a cgpass.RNGStatesTracker or None, got dict": {"rng_tracker": {}},
     "determinism_check must be one of 'default', 'none', got 'all'": {"determinism_check": "all"},
@@ -175,13 +168,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("expected", WRONG)
-def test_arguments_of_a_wrong_kind(made, expected):
+def test_arguments_that_are_refused(made, expected):
     """Compiled, torch ignored them or failed inside of Dynamo."""
     kwargs = {"fn": torch.sin, **WRONG[expected]}
     fn, x = kwargs.pop("fn"), tensor(3, requires_grad=True)
     with pytest.raises(CheckpointArgumentError) as error:
         made(lambda x: cgpass.checkpoint(fn, x, **kwargs))(x)
-    assert expected in str(error.value)
+    assert str(error.value).startswith(f"cgpass.checkpoint: {expected}")
 
 
 def test_a_graph_without_a_gpu(monkeypatch):

@@ -1,6 +1,5 @@
 """Graph breaks, and what `torch.compile` left to eager for them or at its limit: line, cause and remedy."""
 
-import contextlib
 import inspect
 import logging
 import traceback
@@ -10,9 +9,9 @@ import torch
 from torch import nn
 
 import cgpass
-from cgpass import __main__ as command
 from cgpass import torch_private
 from cgpass.compile.facts import breaks
+from cgpass.report import check
 from cgpass.report.report import Report
 from tests.report.samples import joined
 
@@ -21,11 +20,6 @@ CALLED = "; or move the code that can be compiled into its own function"
 log = logging.getLogger(__name__)
 
 pytestmark = pytest.mark.usefixtures("simulated", "counted_alone")
-
-
-@contextlib.contextmanager
-def block():
-    yield
 
 
 def chain(x):
@@ -42,20 +36,8 @@ def tries(x):
     return chain(y)
 
 
-class Head(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x):
-        x = chain(self.layer(x))
-        with block():  # from here on
-            torch._dynamo.graph_break()  # the line to name
-        return x.sin().cos()
-
-
 class Model(nn.Module):
-    def __init__(self, head=Head):
+    def __init__(self, head):
         super().__init__()
         self.first, self.head, self.last = nn.Linear(4, 4), head(), nn.Linear(4, 4)
 
@@ -72,24 +54,15 @@ def at(kind, comment="the line to name"):
     return f"test_breaks.py:{line_of(kind, comment)}"
 
 
-# What is explained with which arguments, whose rest is left to eager, and why.
-GIVEN = {
-    "try": (lambda: (tries, X), tries, "a branch on a tensor's value"),
-    "a sub-module": (lambda: (Model(), X), Head.forward, "torch._dynamo.graph_break() is called"),
-}
-
-
-@pytest.mark.parametrize("given", GIVEN)
-def test_the_rest_of_a_function_behind_a_break_in_a_block_is_left_to_eager(given):
-    make, cut, why = GIVEN[given]
-    report = cgpass.explain(*make())
+def test_the_rest_of_a_function_behind_a_break_in_a_block_is_left_to_eager():
+    report = cgpass.explain(tries, X)
     (left,) = report.left_to_eager
-    assert left.rest == f"the rest of {cut.__name__} from {at(cut, '# from here on')} on"
-    assert left.line.startswith(f"{at(cut)} in {cut.__name__}: ")
-    assert left.detail.startswith(f"graph break: {why}")
+    assert left.rest == f"the rest of tries from {at(tries, '# from here on')} on"
+    assert left.line.startswith(f"{at(tries)} in tries: ")
+    assert left.detail.startswith("graph break: a branch on a tensor's value")
     assert left.fix.endswith(CALLED)
     text = joined(report)
-    assert f"{left.rest} runs in eager because of {at(cut)} in {cut.__name__}: " in text
+    assert f"{left.rest} runs in eager because of {at(tries)} in tries: " in text
     assert f": {left.detail} [graph_break] Do: {left.fix}" in text
     assert "operators of compiled code ran in graphs" in text
     assert "code left to eager is not counted" in text
@@ -191,7 +164,6 @@ def test_a_sync_before_the_first_operator_is_named(compiled):
     assert ("noted before this report: graph break: " in joined(report)) is compiled
     assert report.boundaries == (not compiled)
     assert found.fix
-    assert f"{at(fn)} in {fn.__name__}: " in joined(report)
     assert f"at {at(fn)} in {fn.__name__}: " in cgpass.summary() or not compiled
     torch.compiler.reset()
     assert cgpass.explain(chain, X, training=False).graph_breaks == ()
@@ -384,21 +356,13 @@ def test_more_compilations_are_noted_than_torch_keeps():
     assert left.rest == f"test_breaks.py:{gives_up.__code__.co_firstlineno} in gives_up"
 
 
-SCRIPT = """
-import sys
-import torch
-from tests.report import test_breaks as given
-
-call = torch.compile(getattr(given, sys.argv[1]), backend="cgpass")
-for _ in range(20):
-    call(given.X)
-"""
-
-
-def test_a_script_with_functions_in_eager_fails(tmp_path, capsys):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    assert command.main(["check", str(tmp_path / "script.py"), "tries"]) == 1
-    said = capsys.readouterr().out
+def test_a_check_of_functions_in_eager_fails():
+    call = torch.compile(tries, backend="cgpass")
+    with cgpass.explain() as report:
+        for _ in range(20):
+            call(X)
+    passes, said = check.verdict(report, 0.95)
+    assert not passes
     assert said.startswith("cgpass check: FAILED: 100% of the 152 operators that compiled code ran")
     assert f", because of {at(tries)}" in " ".join(said.partition("fell back:\n")[2].split())
 

@@ -165,11 +165,9 @@ def test_graph_breaks_are_named_and_not_counted(counted_alone):
     assert "100% of the 16 operators" in text
     assert f"1. test_check.py:{line} in fn: graph break: torch._dynamo.graph_break() is" in text
     assert "code at graph breaks, outside of compiled functions, is not" in text
-    first, second, broken, _ = cgpass.summary().splitlines()
-    assert first.startswith("inference of test_check.py:")
+    (broken,) = [each for each in cgpass.summary().splitlines() if each.startswith("at ")]
     assert broken.startswith(f"at test_check.py:{line} in fn: torch._dynamo.graph_break()")
     assert "graph break: torch._dynamo.graph_break() is called [graph_break]; remove it" in broken
-    assert second.startswith("inference of test_check.py:")
 
 
 @pytest.mark.parametrize(
@@ -224,16 +222,10 @@ def test_the_doctor_names_what_is_wrong_and_what_to_do(monkeypatch, capsys):
 
 
 TEST = """
-import torch
 import cgpass
 
 def test_it(cgpass_expect):
-    call = torch.compile(torch.sin, backend="cgpass", options={"driver": "simulated", "compiler": "eager"})
-    for _ in range(3):
-        call(torch.ones(2))
-    with cgpass_expect(replays=2, plain_calls=0):
-        call(torch.ones(2))
-        call(torch.ones(2))
+    assert cgpass_expect is cgpass.expect
 """
 
 

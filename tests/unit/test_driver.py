@@ -166,8 +166,10 @@ def failing(args):
 
 
 @pytest.mark.parametrize("end_raises", [False, True])
-def test_a_failed_capture_is_ended_and_generators_are_repaired(cuda, end_raises):
-    driver, log = cuda
+def test_a_failed_capture_is_ended_leaves_its_pool_and_repairs_generators(pools, end_raises):
+    driver, log = pools
+    kept, _ = driver.record(lambda args: [], [], opaque=False)
+    log.clear()
     log.graph.end_raises = end_raises
     with pytest.raises(ValueError, match="user's"):
         driver.record(failing, [LoggedGenerator(log, "mine")], opaque=False)
@@ -184,6 +186,10 @@ def test_a_failed_capture_is_ended_and_generators_are_repaired(cuda, end_raises)
         assert after == repair
     assert log[-2:] == ["clear workspaces", "leave side"]
     assert gc.isenabled()
+    log.graph.end_raises = False
+    driver.record(lambda args: [], [], opaque=False)
+    assert "begin (0, 2) thread_local" in log
+    assert kept is not None
 
 
 @pytest.mark.parametrize("raising", ["begin", "begin of the repair"])
@@ -345,26 +351,6 @@ def test_warm_ups_have_a_pool_of_their_own_which_is_returned(pools):
     assert first is not second is not third
 
 
-def test_after_a_warm_up_that_raises_the_caller_waits_for_what_it_launched(pools):
-    driver, log = pools
-    with pytest.raises(ValueError, match="user's"):
-        driver.warm_up(failing, [])
-    assert log.index("stream 11 waits for side") > log.index("begin (0, 1)")
-    assert log[-1] == "leave side"
-    driver.end_warm_ups()
-
-
-def test_a_failed_capture_leaves_its_pool(pools):
-    driver, log = pools
-    kept, _ = driver.record(lambda args: [], [], opaque=False)
-    with pytest.raises(ValueError, match="user's"):
-        driver.record(failing, [], opaque=False)
-    log.clear()
-    driver.record(lambda args: [], [], opaque=False)
-    assert "begin (0, 2) thread_local" in log
-    assert kept is not None
-
-
 def test_live_blocks_are_those_in_use(pools, monkeypatch):
     driver, _ = pools
     states = ("active_allocated", "inactive", "active_allocated")
@@ -393,6 +379,15 @@ def test_a_signal_beside_a_warm_up_ends_its_allocations(pools, monkeypatch, afte
     with pytest.raises(KeyboardInterrupt):
         driver.warm_up(lambda args: [], [])
     assert of_pools(log)[-1] == "end (0, 1)"
+    driver.end_warm_ups()
+
+
+def test_after_a_warm_up_that_raises_the_caller_waits_for_what_it_launched(pools):
+    driver, log = pools
+    with pytest.raises(ValueError, match="user's"):
+        driver.warm_up(failing, [])
+    assert log.index("stream 11 waits for side") > log.index("begin (0, 1)")
+    assert log[-1] == "leave side"
     driver.end_warm_ups()
 
 

@@ -8,6 +8,7 @@ import torch
 import cgpass
 from cgpass import telemetry
 from cgpass.compile import formulas
+from tests.usage.programs import Setting, differences
 
 
 def segments(offs):
@@ -130,35 +131,32 @@ OPTIONS = {"on_skip": "silent", "min_partition_ops": 1}
 OFFS = torch.tensor([1, 1, 4])
 
 
-def train(fn, make_args, **options):
-    """Outputs and gradients of four steps."""
-    call = fn
-    if options:
-        call = torch.compile(fn, backend=cgpass.cgpass, options=options, fullgraph=True)
-    values = []
-    torch.manual_seed(3)
-    for _ in range(4):
-        args = make_args()
-        outs = call(*args)
-        outs = outs if isinstance(outs, tuple) else (outs,)
-        differentiable = [out for out in outs if out.requires_grad]
-        torch.stack([out.square().sum() for out in differentiable]).sum().backward()
-        values.append([out.detach() for out in outs])
-        values.append([a.grad for a in args if isinstance(a, torch.Tensor) and a.requires_grad])
+@pytest.fixture(autouse=True)
+def fresh():
+    yield
     torch.compiler.reset()
-    return values
 
 
 def compare(fn, make_args, compiler="eager"):
     """The graphs compiled; the bits are those without graphs and near those of eager."""
-    options = {"compiler": compiler, **OPTIONS}
-    plain = train(fn, make_args)
-    without = train(fn, make_args, driver="none", **options)
+
+    def program(session):
+        call = session.compile(fn, fullgraph=True)
+        for _ in range(4):
+            args = make_args()
+            outs = call(*args)
+            outs = outs if isinstance(outs, tuple) else (outs,)
+            sum(out.square().sum() for out in outs if out.requires_grad).backward()
+            yield [out.detach() for out in outs]
+            yield [a.grad for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
+
+    setting = Setting(torch.device("cpu"), "simulated", compiler)
     before = telemetry.counters()["graphs"]
-    recorded = train(fn, make_args, driver="simulated", **options)
-    torch.testing.assert_close(recorded, without, rtol=0, atol=0)
-    torch.testing.assert_close(recorded, plain)
-    return telemetry.graphs(before)
+    recorded = setting.run(program, **OPTIONS)
+    graphs = telemetry.graphs(before)
+    assert not differences(recorded, setting.run(program, driver="none", **OPTIONS))
+    torch.testing.assert_close(recorded, setting.run_eagerly(program))
+    return graphs
 
 
 def kinds(graph):
@@ -252,4 +250,3 @@ def test_operators_of_lists_break_the_graph():
     x = leaf(3)
     call(x).sum().backward()
     assert torch.equal(x.grad, x.cos().detach() + 1)
-    torch.compiler.reset()

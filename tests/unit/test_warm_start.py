@@ -96,11 +96,11 @@ print(json.dumps([cgpass.counters(), out.tolist(), module[0].weight.grad.tolist(
 """
 
 
-def started(cache, *command, **environment):
+def started(program, cache, seed):
     """A process of its own, and where it has graphs kept."""
     known = {"PYTHONPATH": str(REPOSITORY), "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    env = os.environ | known | environment
-    return subprocess.Popen([sys.executable, *command], env=env, stdout=subprocess.PIPE)
+    env = os.environ | known | {"PYTHONHASHSEED": seed}
+    return subprocess.Popen([sys.executable, str(program)], env=env, stdout=subprocess.PIPE)
 
 
 def result(process):
@@ -109,29 +109,21 @@ def result(process):
     return json.loads(said.splitlines()[-1])
 
 
-def test_another_process_traces_nothing(tmp_path):
+def test_a_process_traces_what_none_before_it_left_whole(tmp_path):
+    """Two write at once, the third reads, the fourth finds entries that are cut short; all have the same numbers."""
     program, cache = tmp_path / "program.py", tmp_path / "cache"
     program.write_text(PROGRAM)
-    found = [result(started(cache, str(program), PYTHONHASHSEED=seed)) for seed in "12"]
-    (cold, *values), (warm, *again) = found
-    assert values == again
-    assert (cold["joint_graphs"], cold["graphs_kept"]) == (1, 0)
-    assert (warm["joint_graphs"], warm["graphs_kept"]) == (0, 2)
-    assert warm["replays"] == cold["replays"] > 0
-
-
-def test_processes_that_write_at_once_and_entries_that_are_cut_short(tmp_path):
-    """Each has the same numbers; what can't be read is traced again."""
-    command = (tmp_path / "cache", "-c", PROGRAM)
-    (_, *values), (_, *others) = map(result, [started(*command), started(*command)])
-    kept = (tmp_path / "cache").rglob("*")
-    entries = [path for path in kept if path.is_file() and "aotautograd" in str(path)]
+    (cold, *values), (_, *others) = map(result, [started(program, cache, seed) for seed in "12"])
+    warm, *again = result(started(program, cache, "3"))
+    entries = [p for p in cache.rglob("*") if p.is_file() and "aotautograd" in str(p)]
     assert entries
     for path in entries:
         os.truncate(path, path.stat().st_size // 2)
-    counted, *again = result(started(*command))
-    assert values == others == again
-    assert (counted["joint_graphs"], counted["graphs_kept"]) == (1, 0)
+    cut, *anew = result(started(program, cache, "4"))
+    assert values == others == again == anew
+    assert (warm["joint_graphs"], warm["graphs_kept"]) == (0, 2)
+    assert (cut["joint_graphs"], cut["graphs_kept"]) == (1, 0)
+    assert warm["replays"] == cold["replays"] == cut["replays"] > 0
 
 
 @pytest.mark.parametrize("number", [None, 1, 2])
