@@ -4,7 +4,7 @@
     python scripts/faults.py --programs hooks,dropout
     python scripts/faults.py --kind captures       # errors at the operators of three models
     python scripts/faults.py --kind alarms         # signals, 2,000 over five programs
-    python scripts/faults.py --every 10 --markdown docs/results/faults-cpu-torch2.14.md
+    python scripts/faults.py --every 10 --markdown docs/results/faults-cpu-torch2.11.md
 
 Small programs run with the simulated driver, or on CUDA (`--driver cuda`). A fault is a KeyboardInterrupt, a MemoryError or a
 RuntimeError, raised at a line of the runtime, or before or after a native call that it makes. Afterwards what was held has
