@@ -38,8 +38,9 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help=about)
     saved = "what cgpass.explain(...).save('report.json') wrote; with --diff two of them"
     report.add_argument("saved", nargs="+", help=saved)
-    report.add_argument("--diff", action="store_true", help="say what changed between two reports")
-    report.add_argument("-o", "--output", help="ends in .html, .json or .txt; '-' prints the text")
+    either = report.add_mutually_exclusive_group()
+    either.add_argument("--diff", action="store_true", help="print what changed between two")
+    either.add_argument("-o", "--output", help="ends in .html, .json or .txt; '-' prints the text")
     report.set_defaults(run=_report)
     check = commands.add_parser(
         "check",

@@ -37,7 +37,7 @@ from cgpass.runtime.executor import Executor, Plan
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.partition import PartitionRunner
 from cgpass.telemetry import CallStats, progress
-from cgpass.telemetry.reason import Reason
+from cgpass.telemetry.reason import OTHER_FIXES, Reason
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, Source
 
 log = logging.getLogger(__name__)
@@ -100,9 +100,11 @@ class GraphBuilder:
             CaptureError: The user wants no graph to run without a CUDA graph.
         """
         found = tuple(each for each in reasons if not each.is_chosen)
-        is_skip = bool(skip or found or not reasons)
+        is_skip = bool(skip or found)
         if is_skip:
-            why = skip or "; ".join(dict.fromkeys(map(str, found))) or "it has no operators"
+            why = skip or "; ".join(dict.fromkeys(map(str, found)))
+        elif not reasons:
+            why = f"it has no operators; {OTHER_FIXES['no_work']}"
         elif all(reason.code in ("no_work", "effect_token") for reason in reasons):
             found, why = tuple(reasons), "it launches no work on the device"
         else:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from cgpass.errors import ReportError
 from cgpass.report.model import Facts
-from cgpass.report.text import costs, share, wrapped
+from cgpass.report.text import costs, headline, share, wrapped
 from cgpass.telemetry.reason import NEW, many
 
 _FAILED = frozenset({"capture", "failed_capture", "no_placeholder", "out_of_memory"})
@@ -36,7 +36,7 @@ def verdict(report: Facts, least: float) -> tuple[bool, str]:
     if said:
         said[-1] += f", {share(least, 1)} required"
     elif report.graphs and not report.others:
-        said = ["only warm-up calls ran; run more steps"]
+        said = [headline(report)]
     else:
         said = [_NOTHING if report.graph_breaks or late else f"{_NOTHING}{_CHECKED}"]
     lines = wrapped(f"cgpass check: {'passed' if passes else 'FAILED'}: {'; '.join(said)}")

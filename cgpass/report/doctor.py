@@ -85,7 +85,7 @@ def _environment() -> Iterator[Finding]:
     try:
         Options.parse(None)
     except ValueError as error:
-        yield "options", str(error), "Set CGPASS_ variables to what Options takes"
+        yield "options", str(error).rstrip("."), "Set CGPASS_ variables to what Options takes"
 
 
 def _tiny_graph() -> Iterator[Finding]:
@@ -96,8 +96,9 @@ def _tiny_graph() -> Iterator[Finding]:
     try:
         right = all(torch.equal(call(x * n), (x * n).sin() * 2 + 1) for n in range(1, 5))
     except Exception as error:  # whatever it is, it is what is looked for
-        text = (str(error).strip().splitlines() or [""])[0]
-        yield "a tiny graph", f"{type(error).__name__}: {text}", "Report it"
+        error = getattr(error, "inner_exception", error)  # of what Dynamo wraps
+        text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        yield "a tiny graph", f"{type(error).__name__}: {text}", "See the lines above, or report it"
         return
     grown = telemetry.grown(telemetry.counters(), before)
     said = f"{grown['recordings']} recorded, {grown['replays']} replays, numbers {'right' if right else 'WRONG'}"

@@ -48,10 +48,9 @@ def share(part: float, whole: float) -> str:
     """A percentage that says 100% only of everything, and 0% only of nothing."""
     if not whole:
         return "-"
-    shown = f"{100 * part / whole:.1f}"
-    shown = "99.9" if part < whole and shown == "100.0" else shown
-    shown = "0.1" if part and shown == "0.0" else shown
-    return f"{shown.removesuffix('.0')}%"
+    percent = 100 * part / whole
+    shown = min(max(percent, 0.1), 99.9) if 0 < part < whole else percent
+    return f"{f'{shown:.1f}'.removesuffix('.0')}%"
 
 
 def wrapped(words: str, indent: int = 0, hanging: int = 2) -> list[str]:
@@ -82,6 +81,8 @@ def headline(report: Facts) -> str:
         )
     elif report.graphs and not (report.left_to_eager or report.others):
         inside = "only warm-up calls ran: call it more often"
+        if not any(graph.num_ops for graph in report.graphs):
+            inside = "there was nothing to record: what was compiled has no operators"
     elif report.graph_breaks or report.left_to_eager:
         inside = "nothing ran in graphs"
     elif report.others:
@@ -142,7 +143,7 @@ def _found(report: Facts) -> Iterator[tuple[float, Reason]]:
         yield 0, reason
     for graph in report.graphs:
         weight = graph.calls * graph.num_ops
-        yield from ((weight, _at(graph.name, reason)) for reason in graph.why)
+        yield from ((weight, replace(r, line=r.line or graph.name)) for r in graph.why)
         if graph.skip is not None and not graph.why:
             why, _, fix = graph.skip.partition("; ")
             yield weight, Reason("", "", f"it runs without CUDA graphs: {why}", fix, graph.name)
@@ -150,14 +151,10 @@ def _found(report: Facts) -> Iterator[tuple[float, Reason]]:
             yield from _of_partition(f"{graph.name}, {part.name}", part)
 
 
-def _at(where: str, reason: Reason) -> Reason:
-    return replace(reason, line=reason.line or where)
-
-
 def _of_partition(where: str, part: PartitionReport) -> Iterator[tuple[float, Reason]]:
     lost = (part.calls - part.replays) * part.num_ops
     for reason in part.reasons:
-        yield lost or part.calls, _at(where, reason)
+        yield lost or part.calls, replace(reason, line=reason.line or where)
     for each in (each for each in part.copied_inputs if each.moved):
         name = f"{each.name} ({size(each.num_bytes)})"
         moved = Reason("moved", name, _MOVED, OTHER_FIXES["new_tensor"], each.line or where)
@@ -197,6 +194,8 @@ def what(reason: Reason) -> str:
 
 def text(report: Facts) -> str:
     """The report as text."""
+    if report.unfinished:
+        return headline(report)
     about = [f"cgpass {report.cgpass}", f"torch {report.torch}", report.device]
     about += [f"native code {report.native}"] if report.native is not None else []
     lines = [*wrapped(headline(report)), *wrapped(", ".join(about))]
@@ -282,23 +281,19 @@ def table(graph: GraphReport) -> Iterator[str]:
         kind, more = ("graph", counts) if part.captured else ("plain", "---")
         took = milliseconds(part.device_ms) if timed else ""
         yield _ROW.format(name, kind, part.num_ops, part.calls, *more, took).rstrip()
-        for fact in _facts(part):
-            yield from wrapped(fact, 6)
+        yield from wrapped("; ".join(_facts(part)), 6)
 
 
 def _facts(part: PartitionReport) -> Iterator[str]:
     """Say where a captured partition's inputs and outputs lie."""
-    found = []
     if part.copied_inputs:
         copied = [f"{each.name} ({size(each.num_bytes)})" for each in part.copied_inputs]
-        found.append(f"copies {listed(copied, 5)} in every replay")
+        yield f"copies {listed(copied, 5)} in every replay"
     if part.static_inputs:
-        found.append(f"reads {many(part.static_inputs, 'static input')} in place")
+        yield f"reads {many(part.static_inputs, 'static input')} in place"
     if part.output_bytes:
-        found.append(f"outputs {size(part.output_bytes)}")
+        yield f"outputs {size(part.output_bytes)}"
     if warmups := part.counts.get("warmups", 0):
-        found.append(many(warmups, "warm-up"))
+        yield many(warmups, "warm-up")
     if times := [each.record_ms for each in part.recordings if each.record_ms is not None]:
-        found.append(f"a recording takes {milliseconds(sum(times) / len(times))}")
-    if found:
-        yield "; ".join(found)
+        yield f"a recording takes {milliseconds(sum(times) / len(times))}"

@@ -15,7 +15,9 @@ import cgpass
 from cgpass import telemetry
 from cgpass.errors import InputError, OptionError
 from cgpass.report import watch
+from cgpass.report.check import verdict
 from cgpass.report.report import Report, html
+from cgpass.report.text import findings
 from tests.operators import tagged
 from tests.usage.programs import counted
 
@@ -123,6 +125,23 @@ def test_a_block_that_raises_is_reported_all_the_same():
         raises(call)
     assert report.graphs[0].calls == 1
     assert "only warm-up calls ran" in str(report)
+
+
+def test_a_graph_without_operators_has_nothing_to_record():
+    strict = {"on_skip": "raise"}  # nothing is lost, so nobody is told
+    call = torch.compile(lambda x: (x.sin(), x)[1], backend="cgpass", options=strict)
+    with cgpass.explain() as report:
+        for _ in range(3):
+            call(X)
+    assert str(report).startswith("there was nothing to record: what was compiled has no operators")
+    assert "FAILED: there was nothing to record" in verdict(report, 0.5)[1]
+    (found,) = findings(report)
+    assert found.fix == "leave it: nothing is lost"
+
+
+def test_a_report_that_is_not_ready_says_only_that():
+    with cgpass.explain() as report:
+        assert str(report) == "the block is still running: its report is ready when it ends"
 
 
 def test_blocks_may_be_nested_and_leave_nothing_behind():

@@ -212,6 +212,9 @@ def test_what_changed_is_told(tmp_path, capsys):
     assert "boundaries: 3 -> 2\n" in capsys.readouterr().out
     assert command.main(["report", "--diff", paths[0]]) == 2
     assert "report --diff old.json new.json" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["report", "--diff", *paths, "-o", str(tmp_path / "diff.txt")])
+    assert "-o/--output: not allowed with argument --diff" in capsys.readouterr().err
 
 
 def test_lines_that_only_moved_are_no_change():

@@ -42,6 +42,7 @@ _KNOWN: Final = (
         "a logger's method can't be traced",
         "log outside of the call, or add the method to torch._dynamo.config.ignore_logging_functions",
     ),
+    ("Observed exception", "an exception is raised", "check and raise before what is compiled"),
     (r"torch\._dynamo\.graph_break\(\)", "torch._dynamo.graph_break() is called", "remove it"),
     (
         "comprehension_graph_break",
@@ -323,4 +324,5 @@ def _cause(text: str) -> tuple[str, str | None, re.Match[str] | None]:
     """
     told = next(iter(text.splitlines()), "")
     guard, code, file, line, name = _GUARD.findall(told)[0]
+    guard = re.sub(r", \d{9,}(?=\))", "", guard)  # an id, another one in each process
     return guard, _at(file, line, name, code) if file else None, _SETTING.search(told)
