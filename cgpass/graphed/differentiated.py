@@ -250,7 +250,14 @@ class Differentiated:
         if not wanted:
             return []
         try:
-            with torch_private.autocast_cache_off(), self._placed(members), self._no_autocast():
+            with (
+                torch_private.autocast_cache_off(),
+                self._placed(members),
+                self._no_autocast(),
+                # Else autograd runs it in its thread for the device, where the backward of another thread's call may
+                # wait for the owner, which this thread has.
+                torch.autograd.set_multithreading_enabled(False),
+            ):
                 found = torch.autograd.grad(
                     self._edges,
                     [leaves[i] for i in wanted],

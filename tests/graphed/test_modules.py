@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import pickle
+import threading
 import weakref
 from collections import Counter
 
@@ -116,6 +117,28 @@ def test_what_several_threads_get_is_no_memory_that_moves(setting):
     (plain(x) + plain(x)).square().sum().backward()
     same_grads(module, plain)
     assert not any(owner.is_pool_storage(p.grad) for p in module.parameters())
+
+
+def test_threads_that_go_backward_at_once(setting):
+    """Captures run a backward of their own, and autograd has one thread for all that a device does."""
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    inputs = [[setting.randn(4, 8, grad=True) for _ in range(6)] for _ in range(3)]
+    start, found = threading.Barrier(3), {}
+
+    def work():
+        number = start.wait()
+        found[number] = []
+        for x in inputs[number]:
+            out = graphed(x)
+            found[number].append((out.detach(), *torch.autograd.grad(out.square().sum(), x)))
+
+    in_threads(work, work, work)
+    for number, results in found.items():
+        for x, (out, grad) in zip(inputs[number], results, strict=True):
+            expected = plain(x)
+            same(out, expected)
+            same(grad, *torch.autograd.grad(expected.square().sum(), x))
 
 
 @pytest.mark.gpu
