@@ -40,7 +40,6 @@ PARTS = {
     "graphed": "graphed callables",
     "recompute": "recomputation",
     "start": "first steps",
-    "dist-bench": "training on several devices",
     "tests": "tests",
     "dist": "tests on several devices",
 }
