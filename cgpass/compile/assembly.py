@@ -24,10 +24,10 @@ from cgpass.compile.facts.values import (
     num_ops,
 )
 from cgpass.compile.layouts import inputs_as_traced
-from cgpass.compile.passes.base import Pass, graph_text
+from cgpass.compile.passes.base import Pass
 from cgpass.compile.passes.join_collectives import JoinCollectives
 from cgpass.compile.passes.lift_cpu_scalars import LiftCpuScalars
-from cgpass.compile.passes.outline import outline
+from cgpass.compile.passes.outline import Part, outline
 from cgpass.compile.passes.partition import Partition
 from cgpass.compile.plan import build_plan, outputs_made, plan_as_dict, whole_plan
 from cgpass.errors import CaptureError
@@ -180,22 +180,16 @@ class GraphBuilder:
         as_traced = inputs_as_traced(gm, otherwise)
         if self.compiler.direction == "forward":
             torch_private.report_output_strides(output_strides(gm))
-        outlined = outline(gm)
+        parts = outline(gm)
         title = f"graph_{self.compiler.direction}_outlined"
-        torch_private.trace(title, lambda: graph_text(outlined))
-        parts = {
-            name: module
-            for name, module in outlined.named_children()
-            if isinstance(module, fx.GraphModule)
-        }
-        summaries = _summaries(gm, parts)
+        torch_private.trace(title, lambda: "\n".join(map(str, parts)))
+        summaries = _summaries(gm, {part.name: part.gm for part in parts})
         graph = self._add_summary(summaries)
         runs: dict[str, Any] = {}
-        for number, call in enumerate(outlined.graph.find_nodes(op="call_module"), 1):
-            name = str(call.target)
+        for number, part in enumerate(parts, 1):
             with self._told(f", partition {number} of {len(parts)}"):
-                runs[name] = self._compile_part(name, parts[name], graph)
-        plan = build_plan(outlined, runs, self.visible)
+                runs[part.name] = self._compile_part(part, graph)
+        plan = build_plan(gm, parts, runs, self.visible)
         boxed = self._executor(plan, summaries, graph)
         if not otherwise:
             return boxed
@@ -222,8 +216,9 @@ class GraphBuilder:
         setattr(call, "executor", executor)  # noqa: B010  for whole training steps
         return torch_private.mark_boxed(call)
 
-    def _compile_part(self, name: str, gm: fx.GraphModule, graph: int) -> Any:
-        if not name.startswith("captured"):
+    def _compile_part(self, part: Part, graph: int) -> Any:
+        gm = part.gm
+        if not part.tag.captured:
             return self._eager(gm)
         infos = input_infos(gm, self.kinds, self.names)
         static = [i for i, info in enumerate(infos) if info.kind is InputKind.STATIC]
@@ -231,7 +226,7 @@ class GraphBuilder:
         fn = self.compiler.captured(gm, static)
         if not self.target.records:
             return fn
-        return self._runner(name, fn, infos, original, graph)
+        return self._runner(part.name, fn, infos, original, graph)
 
     def _eager(self, gm: fx.GraphModule) -> Boxed:
         """A partition that no graph can hold; Inductor's, if it draws as only Inductor's kernels do."""
