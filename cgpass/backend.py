@@ -313,12 +313,16 @@ class Compilation:
             has_nested_ints(gm) or any(map(is_argument, gm.graph.nodes))
         )
         inputs = gm.graph.find_nodes(op="placeholder")
-        copies = [] if is_whole else [inputs[i].name for i in otherwise]  # anew in each call
         if direction == "backward":
-            known = self._saved
+            known = dict(self._saved)
         else:
             known = {n.name: InputKind.STATIC for n in inputs if self._is_static(n)}
-        build.kinds = value_kinds(gm, known, copies)
+        for name in [inputs[i].name for i in otherwise]:
+            if not is_whole:
+                known[name] = InputKind.COPIED  # anew in each call
+            elif known.get(name) is InputKind.STATIC:
+                known[name] = InputKind.POOLED  # the forward's copy of a parameter
+        build.kinds = value_kinds(gm, known)
         if direction == "forward":
             self._saved = build.kinds
         if not any(tag.captured for tag in tags):

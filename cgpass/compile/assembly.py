@@ -13,12 +13,11 @@ from torch import fx
 from cgpass import telemetry, torch_private
 from cgpass.compile.compilers import Boxed, Compiler, copy_of, output_strides
 from cgpass.compile.culprits import FailedCapture, FailedOperators
-from cgpass.compile.facts.input_info import InputInfo, InputKind
+from cgpass.compile.facts.input_info import InputKind
 from cgpass.compile.facts.inputs import input_infos
 from cgpass.compile.facts.partition_tag import get_reason, get_tag
 from cgpass.compile.facts.target import Target, devices
 from cgpass.compile.facts.values import (
-    graph_outputs,
     is_collective,
     is_inductor_random,
     num_ops,
@@ -155,24 +154,20 @@ class GraphBuilder:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], otherwise: Sequence[int] = ()
     ) -> Boxed:
         """A graph that is one captured partition; it was traced with other inputs than come `otherwise`."""
-        num_outputs = len(graph_outputs(gm))
         summaries = _summaries(gm, {"captured_0": gm})
         graph = self._add_summary(summaries)
-        original = self._kept(gm)
-        inputs = gm.graph.find_nodes(op="placeholder")
-        copies = {inputs[i].name for i in otherwise}  # the forward's copies of parameters
-        kinds = {
-            name: InputKind.POOLED if kind is InputKind.STATIC and name in copies else kind
-            for name, kind in self.kinds.items()
-        }
-        infos = input_infos(gm, kinds, self.names)
+        num_inputs, made = len(gm.graph.find_nodes(op="placeholder")), outputs_made(gm)
         with self._told():
-            fn = self.compiler.whole(gm, example_inputs)
+            run = self._captured(
+                "captured_0",
+                gm,
+                graph,
+                lambda _: self.compiler.whole(gm, example_inputs),
+                otherwise,
+            )
         if not self.target.records:
-            return _counted(graph, fn)
-        run = self._runner("captured_0", fn, infos, original, graph, otherwise)
-        made = outputs_made(original)
-        plan = whole_plan(len(infos), num_outputs, run, "captured_0", self.visible, made)
+            return _counted(graph, run)
+        plan = whole_plan(num_inputs, len(made), run, "captured_0", self.visible, made)
         return self._executor(plan, summaries, graph)
 
     def partitioned(self, gm: fx.GraphModule, otherwise: Sequence[int] = ()) -> Boxed:
@@ -188,7 +183,7 @@ class GraphBuilder:
         runs: dict[str, Any] = {}
         for number, part in enumerate(parts, 1):
             with self._told(f", partition {number} of {len(parts)}"):
-                runs[part.name] = self._compile_part(part, graph)
+                runs[part.name] = self._part(part, graph)
         plan = build_plan(gm, parts, runs, self.visible)
         boxed = self._executor(plan, summaries, graph)
         if not otherwise:
@@ -216,38 +211,29 @@ class GraphBuilder:
         setattr(call, "executor", executor)  # noqa: B010  for whole training steps
         return torch_private.mark_boxed(call)
 
-    def _compile_part(self, part: Part, graph: int) -> Any:
+    def _part(self, part: Part, graph: int) -> Any:
         gm = part.gm
-        if not part.tag.captured:
-            return self._eager(gm)
-        infos = input_infos(gm, self.kinds, self.names)
-        static = [i for i, info in enumerate(infos) if info.kind is InputKind.STATIC]
-        original = self._kept(gm)
-        fn = self.compiler.captured(gm, static)
-        if not self.target.records:
-            return fn
-        return self._runner(part.name, fn, infos, original, graph)
-
-    def _eager(self, gm: fx.GraphModule) -> Boxed:
-        """A partition that no graph can hold; Inductor's, if it draws as only Inductor's kernels do."""
-        if any(map(is_inductor_random, gm.graph.nodes)):
+        if part.tag.captured:
+            return self._captured(part.name, gm, graph, lambda s: self.compiler.captured(gm, s))
+        if any(map(is_inductor_random, gm.graph.nodes)):  # draws as only Inductor's kernels do
             return self.compiler.captured(gm, ())
         return self.compiler.eager(gm)
 
-    def _kept(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """`gm` as it is now: Inductor changes the graph that it compiles."""
-        return copy_of(gm) if self.compiler.opaque and self.target.records else gm
-
-    def _runner(
+    def _captured(
         self,
         name: str,
-        fn: Boxed,
-        infos: tuple[InputInfo, ...],
-        original: fx.GraphModule,
+        gm: fx.GraphModule,
         graph: int,
+        compile_for: Callable[[list[int]], Boxed],
         otherwise: Sequence[int] = (),
-    ) -> PartitionRunner:
-        """Return the runner of a captured partition."""
+    ) -> Any:
+        """A captured partition, compiled for its static inputs: its runner, or what is compiled where nothing records."""
+        infos = input_infos(gm, self.kinds, self.names)
+        changes = self.compiler.opaque and self.target.records  # Inductor does the graph
+        original = copy_of(gm) if changes else gm
+        fn = compile_for([i for i, info in enumerate(infos) if info.kind is InputKind.STATIC])
+        if not self.target.records:
+            return fn
         named = f"{self.compiler.direction} {name}"
         communicates = any(map(is_collective, original.graph.nodes))
         owner = self.owner(self.target.device)
