@@ -28,7 +28,7 @@ from cgpass.compile.passes.join_collectives import JoinCollectives
 from cgpass.compile.passes.lift_cpu_scalars import LiftCpuScalars
 from cgpass.compile.passes.outline import Part, outline
 from cgpass.compile.passes.partition import Partition
-from cgpass.compile.plan import build_plan, outputs_made, plan_as_dict, whole_plan
+from cgpass.compile.plan import build_plan, outputs_made, whole_plan
 from cgpass.errors import CaptureError
 from cgpass.options import Options
 from cgpass.runtime.collectives import may_be_captured
@@ -114,17 +114,12 @@ class GraphBuilder:
             )
         driver, direction, ops = self.options.driver, self.compiler.direction, num_ops(gm)
         known, causes = (_OFF, ()) if driver == "none" else (why, found)
-        listed = list(map(str, causes))
-        told = {"runs_without_cuda_graphs": known, "num_ops": ops, "reasons": listed}
-        torch_private.trace(f"{direction}_plan", lambda: told)
-        graph = telemetry.add_graph(self._summary((), skip=known, num_ops=ops, why=causes))
-        text = f"{self.source.of(f'the {direction} graph')} runs without CUDA graphs: {why}"
+        graph = self._add_graph(skip=known, num_ops=ops, why=causes)
         on_cuda = any(d.type == "cuda" for d in devices(gm))
         if is_skip and (driver in ("cuda", "simulated") or (driver == "auto" and on_cuda)):
             telemetry.compile_stats.skips += 1
+            text = f"{self.source.of(f'the {direction} graph')} runs without CUDA graphs: {why}"
             self._tell(text, anew=not found or any(map(self._is_new, found)))
-        else:
-            log.info("%s", text)
         return _counted(graph, self.compiler.whole(gm, example_inputs))
 
     def report(self, reasons: Sequence[Reason]) -> None:
@@ -155,7 +150,7 @@ class GraphBuilder:
     ) -> Boxed:
         """A graph that is one captured partition; it was traced with other inputs than come `otherwise`."""
         summaries = _summaries(gm, {"captured_0": gm})
-        graph = self._add_summary(summaries)
+        graph = self._add_partitions(summaries)
         num_inputs, made = len(gm.graph.find_nodes(op="placeholder")), outputs_made(gm)
         with self._told():
             run = self._captured(
@@ -179,7 +174,7 @@ class GraphBuilder:
         title = f"graph_{self.compiler.direction}_outlined"
         torch_private.trace(title, lambda: "\n".join(map(str, parts)))
         summaries = _summaries(gm, {part.name: part.gm for part in parts})
-        graph = self._add_summary(summaries)
+        graph = self._add_partitions(summaries)
         runs: dict[str, Any] = {}
         for number, part in enumerate(parts, 1):
             with self._told(f", partition {number} of {len(parts)}"):
@@ -191,11 +186,11 @@ class GraphBuilder:
         return torch_private.mark_boxed(lambda args: boxed(as_traced(args)))
 
     def _executor(self, plan: Plan, parts: Sequence[PartitionSummary], graph: int) -> Boxed:
-        """A callable that telemetry, traces and profiles know of."""
-        direction, named = self.compiler.direction, {part.name: part for part in parts}
-        made = f"{direction}_plan"
-        torch_private.trace(made, lambda: plan_as_dict(plan, named), self.source.trace_id)
-        in_profiles = {name: self.source.of(f"cgpass: {direction} {name}") for name in named}
+        """A callable that telemetry and profiles know of."""
+        direction = self.compiler.direction
+        in_profiles = {
+            part.name: self.source.of(f"cgpass: {direction} {part.name}") for part in parts
+        }
         owner = self.owner(self.target.device) if self.target.records else None
         executor = Executor(plan, owner, in_profiles)
         runs = {
@@ -260,8 +255,9 @@ class GraphBuilder:
             communicates=communicates,
         )
 
-    def _summary(self, partitions: tuple[PartitionSummary, ...], **about: Any) -> GraphSummary:
-        return GraphSummary(
+    def _add_graph(self, partitions: tuple[PartitionSummary, ...] = (), **about: Any) -> int:
+        """Have telemetry and traces know of the graph; returns its number."""
+        summary = GraphSummary(
             self.compiler.direction,
             partitions,
             place=self.source.place,
@@ -269,15 +265,15 @@ class GraphBuilder:
             graph_break=self.graph_break,
             **about,
         )
-
-    def _add_summary(self, partitions: tuple[PartitionSummary, ...]) -> int:
-        if self.target.records:
-            summary = self._summary(partitions, driver=self.target.driver)
-        else:
-            ops = sum(part.num_ops for part in partitions)
-            summary = self._summary((), skip=_OFF, num_ops=ops)
+        plan = f"{self.compiler.direction}_plan"
+        torch_private.trace(plan, lambda: str(summary), self.source.trace_id)
         log.info("%s", str(summary).splitlines()[0])
         return telemetry.add_graph(summary)
+
+    def _add_partitions(self, partitions: tuple[PartitionSummary, ...]) -> int:
+        if self.target.records:
+            return self._add_graph(partitions, driver=self.target.driver)
+        return self._add_graph(skip=_OFF, num_ops=sum(part.num_ops for part in partitions))
 
     def _told(self, which: str = "") -> contextlib.AbstractContextManager[None]:
         """A block that a line on the terminal tells of."""

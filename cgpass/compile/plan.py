@@ -15,7 +15,6 @@ from cgpass.compile.facts.values import attribute, graph_outputs
 from cgpass.compile.passes.outline import Part, resolve
 from cgpass.runtime.executor import Plan, Step
 from cgpass.runtime.partition import PartitionRunner
-from cgpass.telemetry.summaries import PartitionSummary
 
 
 def build_plan(
@@ -78,30 +77,6 @@ def whole_plan(
     inputs = tuple(range(num_inputs))
     step = Step(name, run, inputs, outputs, drops=inputs, made=made)
     return Plan(num_inputs, num_inputs + num_outputs, (step,), outputs, visible=visible)
-
-
-def plan_as_dict(plan: Plan, parts: Mapping[str, PartitionSummary]) -> dict[str, Any]:
-    """A plan as JSON knows it, with what is known of its partitions by name."""
-    steps = []
-    for step in plan.steps:
-        part = parts.get(step.name)
-        about: dict[str, Any] = {"name": step.name, "captured": False, "num_ops": 0}
-        if part is not None:
-            about.update(captured=part.captured, num_ops=part.num_ops)
-            about["reasons"] = [str(reason) for reason in part.reasons]
-        if isinstance(step.run, PartitionRunner):
-            infos = step.run.layout.infos
-            about["input_names"] = [f"{info.name} ({info.kind.name.lower()})" for info in infos]
-        about.update(inputs=step.inputs, outputs=step.outputs, drops=step.drops, made=step.made)
-        steps.append(about)
-    return {
-        "num_inputs": plan.num_inputs,
-        "num_slots": plan.num_slots,
-        "constants": [slot for slot, _ in plan.constants],
-        "outputs": plan.outputs,
-        "visible": sorted(plan.visible),
-        "steps": steps,
-    }
 
 
 def outputs_made(gm: fx.GraphModule) -> tuple[str, ...]:
