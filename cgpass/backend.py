@@ -11,8 +11,8 @@ from torch import fx
 
 from cgpass import telemetry, torch_private
 from cgpass.compile import culprits, formulas
-from cgpass.compile.assembly import GraphBuilder, passes_for
-from cgpass.compile.compilers import Boxed, Compiler, GraphCache, copy_of
+from cgpass.compile.assembly import GraphBuilder, copy_of, passes_for
+from cgpass.compile.cache import GraphCache
 from cgpass.compile.culprits import FailedOperators
 from cgpass.compile.facts.breaks import graph_break_of
 from cgpass.compile.facts.capturability import has_cpu_scalars, is_argument
@@ -22,7 +22,7 @@ from cgpass.compile.facts.lines import begins_at
 from cgpass.compile.facts.partition_tag import get_tag
 from cgpass.compile.facts.target import find_target
 from cgpass.compile.facts.values import graph_outputs, has_nested_ints
-from cgpass.compile.layouts import laid_out_otherwise
+from cgpass.compile.layouts import Boxed, laid_out_otherwise
 from cgpass.compile.passes.base import Direction, PassContext, run_passes
 from cgpass.compile.passes.own_gradients import OwnGradients
 from cgpass.compile.passes.rng_pairs import FunctionalizeRng, RngPairs, split_joint
@@ -248,19 +248,13 @@ class Compilation:
                 i for i, node in enumerate(placeholders) if self._is_static(node)
             )
         outputs = graph_outputs(gm)
-        compiler = Compiler(
-            compiler=self.options.compiler,
-            direction=direction,
-            parameters=self._parameters,
-            settings=settings,
-        )
         context = PassContext(device=torch.device("cpu"), stage="rng", direction=direction)
         # By themselves: a graph that runs plainly must repeat its forward's numbers, too, and give gradients apart.
         found = run_passes((OwnGradients(), FunctionalizeRng()), gm, context)
         if found:
-            fn = self._with_pairs(gm, example_inputs, compiler, *found)
+            fn = self._with_pairs(gm, example_inputs, direction, settings, *found)
         else:
-            fn = self._compile_tensors(gm, example_inputs, compiler)
+            fn = self._compile_tensors(gm, example_inputs, direction, settings)
         setattr(fn, "formulas", self._formulas)  # noqa: B010  as long as there is who may call them
         if direction == "forward":
             self._training.note_forward(fn)
@@ -272,33 +266,37 @@ class Compilation:
         self,
         gm: fx.GraphModule,
         example_inputs: Sequence[Any],
-        compiler: Compiler,
+        direction: Direction,
+        settings: dict[str, Any],
         pairs: RngPairs,
     ) -> Boxed:
         """Compile a graph whose last inputs are states of generators, and call it as AOTAutograd does."""
         inputs, at = list(example_inputs), pairs.positions_at
-        backward = compiler.direction == "backward"
+        backward = direction == "backward"
         if backward:
             del inputs[at]
-            if (static := compiler.settings.get("static_input_idxs")) is not None:
-                left = [i - (i > at) for i in static if i != at]
-                settings = {**compiler.settings, "static_input_idxs": left}
-                compiler = dataclasses.replace(compiler, settings=settings)
+            if (static := settings.get("static_input_idxs")) is not None:
+                settings["static_input_idxs"] = [i - (i > at) for i in static if i != at]
         placeholders = gm.graph.find_nodes(op="placeholder")
         inputs += [node.meta["val"] for node in placeholders[len(inputs) :]]
-        fn = self._compile_tensors(gm, inputs, compiler)
+        fn = self._compile_tensors(gm, inputs, direction, settings)
         if not backward:
             torch_private.hide_output_stride(at)
         exact = self.options.rng == "exact"
         return caller_of(fn, pairs.devices, at, is_backward=backward, exact=exact)
 
     def _compile_tensors(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], compiler: Compiler
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        direction: Direction,
+        settings: dict[str, Any],
     ) -> Boxed:
         """Do the work of `_compile_graph` for a graph that has neither pairs nor positions of them."""
-        direction = compiler.direction
         target = find_target(gm, self.options.driver)
-        build = self._builder(compiler=compiler, target=target)
+        build = self._builder(
+            direction=direction, target=target, settings=settings, parameters=self._parameters
+        )
         if target.skip is not None:
             return build.plainly(gm, example_inputs, skip=target.skip)
         context = PassContext(device=target.device, stage="graph", direction=direction)

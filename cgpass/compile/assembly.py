@@ -11,19 +11,19 @@ import torch
 from torch import fx
 
 from cgpass import telemetry, torch_private
-from cgpass.compile.compilers import Boxed, Compiler, copy_of, output_strides
 from cgpass.compile.culprits import FailedCapture, FailedOperators
 from cgpass.compile.facts.input_info import InputKind
-from cgpass.compile.facts.inputs import input_infos
+from cgpass.compile.facts.inputs import input_infos, seed_positions
 from cgpass.compile.facts.partition_tag import get_reason, get_tag
 from cgpass.compile.facts.target import Target, devices
 from cgpass.compile.facts.values import (
+    graph_outputs,
     is_collective,
     is_inductor_random,
     num_ops,
 )
-from cgpass.compile.layouts import inputs_as_traced
-from cgpass.compile.passes.base import Pass
+from cgpass.compile.layouts import Boxed, inputs_as_traced, keep_contiguous, outputs_as_traced
+from cgpass.compile.passes.base import Direction, Pass
 from cgpass.compile.passes.join_collectives import JoinCollectives
 from cgpass.compile.passes.lift_cpu_scalars import LiftCpuScalars
 from cgpass.compile.passes.outline import Part, outline
@@ -35,6 +35,7 @@ from cgpass.runtime.collectives import may_be_captured
 from cgpass.runtime.executor import Executor, Plan
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.partition import PartitionRunner
+from cgpass.runtime.rng import read_on_the_host
 from cgpass.telemetry import CallStats, progress
 from cgpass.telemetry.reason import OTHER_FIXES, Reason
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, Source
@@ -75,8 +76,12 @@ class GraphBuilder:
     """The function's number in what telemetry knows."""
     graph_break: Reason | None
     """Why Dynamo ended it where it did, if the user's goes on."""
-    compiler: Compiler
+    direction: Direction
     target: Target
+    settings: Mapping[str, Any]
+    """Arguments of `compile_fx_inner` for the whole graph."""
+    parameters: frozenset[int]
+    """Inputs of a forward that are parameters, outputs of a backward that are their gradients."""
     names: Mapping[str, str] = field(default_factory=dict)
     """The user's names of inputs, by placeholder name."""
     visible: frozenset[int] = frozenset()
@@ -112,7 +117,7 @@ class GraphBuilder:
                 "fewer of its operators do work on the device (views don't count) than "
                 f"min_partition_ops={self.options.min_partition_ops}"
             )
-        driver, direction, ops = self.options.driver, self.compiler.direction, num_ops(gm)
+        driver, direction, ops = self.options.driver, self.direction, num_ops(gm)
         known, causes = (_OFF, ()) if driver == "none" else (why, found)
         graph = self._add_graph(skip=known, num_ops=ops, why=causes)
         on_cuda = any(d.type == "cuda" for d in devices(gm))
@@ -120,7 +125,7 @@ class GraphBuilder:
             telemetry.compile_stats.skips += 1
             text = f"{self.source.of(f'the {direction} graph')} runs without CUDA graphs: {why}"
             self._tell(text, anew=not found or any(map(self._is_new, found)))
-        return _counted(graph, self.compiler.whole(gm, example_inputs))
+        return _counted(graph, self._compile(gm, example_inputs))
 
     def report(self, reasons: Sequence[Reason]) -> None:
         """One message for everything in the graph that can't be captured.
@@ -131,7 +136,7 @@ class GraphBuilder:
         reasons = [each for each in reasons if not each.is_chosen and self._is_new(each)]
         if reasons:
             listed = "\n  ".join(dict.fromkeys(map(str, reasons)))
-            graph = self.source.of(f"the {self.compiler.direction} graph")
+            graph = self.source.of(f"the {self.direction} graph")
             self._tell(f"parts of {graph} run without CUDA graphs:\n  {listed}")
 
     def _is_new(self, reason: Reason) -> bool:
@@ -157,7 +162,7 @@ class GraphBuilder:
                 "captured_0",
                 gm,
                 graph,
-                lambda _: self.compiler.whole(gm, example_inputs),
+                lambda _: self._compile(gm, example_inputs),
                 otherwise,
             )
         if not self.target.records:
@@ -168,10 +173,10 @@ class GraphBuilder:
     def partitioned(self, gm: fx.GraphModule, otherwise: Sequence[int] = ()) -> Boxed:
         """A graph with the tags of several partitions; it was traced with other inputs than come `otherwise`."""
         as_traced = inputs_as_traced(gm, otherwise)
-        if self.compiler.direction == "forward":
-            torch_private.report_output_strides(output_strides(gm))
+        if self.direction == "forward":
+            torch_private.report_output_strides(_output_strides(gm))
         parts = outline(gm)
-        title = f"graph_{self.compiler.direction}_outlined"
+        title = f"graph_{self.direction}_outlined"
         torch_private.trace(title, lambda: "\n".join(map(str, parts)))
         summaries = _summaries(gm, {part.name: part.gm for part in parts})
         graph = self._add_partitions(summaries)
@@ -187,7 +192,7 @@ class GraphBuilder:
 
     def _executor(self, plan: Plan, parts: Sequence[PartitionSummary], graph: int) -> Boxed:
         """A callable that telemetry and profiles know of."""
-        direction = self.compiler.direction
+        direction = self.direction
         in_profiles = {
             part.name: self.source.of(f"cgpass: {direction} {part.name}") for part in parts
         }
@@ -209,10 +214,10 @@ class GraphBuilder:
     def _part(self, part: Part, graph: int) -> Any:
         gm = part.gm
         if part.tag.captured:
-            return self._captured(part.name, gm, graph, lambda s: self.compiler.captured(gm, s))
+            return self._captured(part.name, gm, graph, lambda s: self._compile_part(gm, s))
         if any(map(is_inductor_random, gm.graph.nodes)):  # draws as only Inductor's kernels do
-            return self.compiler.captured(gm, ())
-        return self.compiler.eager(gm)
+            return self._compile_part(gm, ())
+        return self._as_aten(gm)
 
     def _captured(
         self,
@@ -224,12 +229,12 @@ class GraphBuilder:
     ) -> Any:
         """A captured partition, compiled for its static inputs: its runner, or what is compiled where nothing records."""
         infos = input_infos(gm, self.kinds, self.names)
-        changes = self.compiler.opaque and self.target.records  # Inductor does the graph
+        changes = self._opaque and self.target.records  # Inductor does the graph
         original = copy_of(gm) if changes else gm
         fn = compile_for([i for i, info in enumerate(infos) if info.kind is InputKind.STATIC])
         if not self.target.records:
             return fn
-        named = f"{self.compiler.direction} {name}"
+        named = f"{self.direction} {name}"
         communicates = any(map(is_collective, original.graph.nodes))
         owner = self.owner(self.target.device)
         on_failure = FailedCapture(
@@ -250,22 +255,64 @@ class GraphBuilder:
             name=named,
             on_failure=on_failure,
             source=self.source,
-            opaque=self.compiler.opaque,
-            is_backward=self.compiler.direction == "backward",
+            opaque=self._opaque,
+            is_backward=self.direction == "backward",
             communicates=communicates,
         )
+
+    @property
+    def _opaque(self) -> bool:
+        """Tell if captured partitions run kernels that are no aten calls."""
+        return self.options.compiler == "inductor"
+
+    def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+        """Compile a graph that is one partition exactly as `torch.compile` would."""
+        if not self._opaque:
+            return self._as_aten(gm)
+        seeds = seed_positions(gm)
+        if self.direction == "backward":
+            keep_contiguous(gm, self.parameters)
+        fn = torch_private.inductor_inner(gm, example_inputs, **self.settings)
+        return read_on_the_host(fn, seeds)
+
+    def _compile_part(self, gm: fx.GraphModule, static: Sequence[int]) -> Boxed:
+        """Compile a captured partition that returns a tuple; `static` are inputs whose address stays.
+
+        Every output keeps the strides its fake tensor has, since other partitions were traced with them.
+        """
+        if not self._opaque:
+            return self._as_aten(gm)
+        seeds = seed_positions(gm)
+        gm.graph.output_node().meta["user_visible_output_idxs"] = [
+            i for i, value in enumerate(graph_outputs(gm)) if isinstance(value, fx.Node)
+        ]
+        inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+        as_traced = outputs_as_traced(gm)
+        with torch_private.own_tracing_context():
+            fn = torch_private.inductor_inner(
+                gm,
+                inputs,
+                static_input_idxs=tuple(static),
+                is_backward=self.direction == "backward",
+                is_inference=self.direction == "inference",
+            )
+        return read_on_the_host(as_traced(fn), seeds)
+
+    def _as_aten(self, gm: fx.GraphModule) -> Boxed:
+        """Generated Python over a graph's operators."""
+        return read_on_the_host(torch_private.boxed_graph_module(gm), seed_positions(gm))
 
     def _add_graph(self, partitions: tuple[PartitionSummary, ...] = (), **about: Any) -> int:
         """Have telemetry and traces know of the graph; returns its number."""
         summary = GraphSummary(
-            self.compiler.direction,
+            self.direction,
             partitions,
             place=self.source.place,
             function=self.function,
             graph_break=self.graph_break,
             **about,
         )
-        plan = f"{self.compiler.direction}_plan"
+        plan = f"{self.direction}_plan"
         torch_private.trace(plan, lambda: str(summary), self.source.trace_id)
         log.info("%s", str(summary).splitlines()[0])
         return telemetry.add_graph(summary)
@@ -277,7 +324,7 @@ class GraphBuilder:
 
     def _told(self, which: str = "") -> contextlib.AbstractContextManager[None]:
         """A block that a line on the terminal tells of."""
-        text = f"compiling {self.source.of(self.compiler.direction)}{which}"
+        text = f"compiling {self.source.of(self.direction)}{which}"
         return progress.shown(text, self.options.progress)
 
 
@@ -307,3 +354,20 @@ def _counted(graph: int, fn: Boxed) -> Boxed:
 
     telemetry.add_run(graph, telemetry.GraphRun(tally, {}, weakref.ref(call)))
     return torch_private.mark_boxed(call)
+
+
+def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph, on the same attributes: compiling changes a graph."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    graph.output_node().meta.update(gm.graph.output_node().meta)
+    return torch_private.lazy_graph_module(gm, graph)
+
+
+def _output_strides(gm: fx.GraphModule) -> list[tuple[Any, ...] | None]:
+    """Strides of a graph's outputs, None for what is no tensor."""
+    strides: list[tuple[Any, ...] | None] = []
+    for value in graph_outputs(gm):
+        fake = value.meta.get("val") if isinstance(value, fx.Node) else None
+        strides.append(tuple(fake.stride()) if isinstance(fake, torch.Tensor) else None)
+    return strides
