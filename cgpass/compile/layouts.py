@@ -97,17 +97,13 @@ def laid_out_otherwise(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
 
 def _bindings(gm: fx.GraphModule) -> dict[sympy.Symbol, _Place]:
     """Return the inputs that hold each symbol: inputs that are one first."""
-    found = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
-    places: dict[sympy.Symbol, _Place] = {}
-    for at, value in enumerate(found):
-        if (symbol := symbol_of(value)) is not None:
-            places.setdefault(symbol, (at, None))
-    for at, value in enumerate(found):
+    inputs = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+    found: list[tuple[object, _Place]] = [(value, (at, None)) for at, value in enumerate(inputs)]
+    for at, value in enumerate(inputs):
         if isinstance(value, torch.Tensor):
-            for dim, size in enumerate(value.shape):
-                if (symbol := symbol_of(size)) is not None:
-                    places.setdefault(symbol, (at, dim))
-    return places
+            found += [(size, (at, dim)) for dim, size in enumerate(value.shape)]
+    places = [(symbol_of(value), place) for value, place in reversed(found)]
+    return {symbol: place for symbol, place in places if symbol is not None}
 
 
 def _lies(tensor: torch.Tensor, stride: Sequence[int]) -> bool:
