@@ -304,7 +304,8 @@ class Compilation:
         original = copy_of(gm) if has_cpu_scalars(gm) else gm
         otherwise = laid_out_otherwise(gm, example_inputs) if direction == "backward" else []
         self._failed.mark(gm)
-        reasons = run_passes(passes_for(gm, self.options, target), gm, context)
+        found = run_passes(passes_for(gm, self.options, target), gm, context)
+        reasons = [reason for _, reason in found]
         tags = {tag for tag in map(get_tag, gm.graph.nodes) if tag is not None}
         # A partition gets the sizes alone that it reads, of which nested integers are none.
         is_whole = len(tags) == 1 and not (
@@ -332,7 +333,7 @@ class Compilation:
         build.visible = frozenset(range(output.meta.get(_NUM_RETURNED, len(graph_outputs(gm)))))
         if is_whole:
             return build.whole(gm, example_inputs, otherwise)
-        return build.partitioned(gm, otherwise)
+        return build.partitioned(gm, found, otherwise)
 
     def _is_static(self, node: fx.Node) -> bool:
         """Tell if a forward or inference graph's input keeps its address, as AOTAutograd knows."""

@@ -14,7 +14,7 @@ from cgpass import telemetry, torch_private
 from cgpass.compile.culprits import FailedCapture, FailedOperators
 from cgpass.compile.facts.input_info import InputKind
 from cgpass.compile.facts.inputs import input_infos, seed_positions
-from cgpass.compile.facts.partition_tag import get_reason, get_tag
+from cgpass.compile.facts.partition_tag import PartitionTag
 from cgpass.compile.facts.target import Target, devices
 from cgpass.compile.facts.values import (
     graph_outputs,
@@ -154,7 +154,7 @@ class GraphBuilder:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], otherwise: Sequence[int] = ()
     ) -> Boxed:
         """A graph that is one captured partition; it was traced with other inputs than come `otherwise`."""
-        summaries = _summaries(gm, {"captured_0": gm})
+        summaries = (PartitionSummary("captured_0", captured=True, num_ops=num_ops(gm)),)
         graph = self._add_partitions(summaries)
         num_inputs, made = len(gm.graph.find_nodes(op="placeholder")), outputs_made(gm)
         with self._told():
@@ -170,7 +170,12 @@ class GraphBuilder:
         plan = whole_plan(num_inputs, len(made), run, "captured_0", self.visible, made)
         return self._executor(plan, summaries, graph)
 
-    def partitioned(self, gm: fx.GraphModule, otherwise: Sequence[int] = ()) -> Boxed:
+    def partitioned(
+        self,
+        gm: fx.GraphModule,
+        reasons: Sequence[tuple[PartitionTag, Reason]],
+        otherwise: Sequence[int] = (),
+    ) -> Boxed:
         """A graph with the tags of several partitions; it was traced with other inputs than come `otherwise`."""
         as_traced = inputs_as_traced(gm, otherwise)
         if self.direction == "forward":
@@ -178,7 +183,15 @@ class GraphBuilder:
         parts = outline(gm)
         title = f"graph_{self.direction}_outlined"
         torch_private.trace(title, lambda: "\n".join(map(str, parts)))
-        summaries = _summaries(gm, {part.name: part.gm for part in parts})
+        summaries = tuple(
+            PartitionSummary(
+                part.name,
+                part.tag.captured,
+                num_ops(part.gm),
+                tuple(reason for tag, reason in reasons if tag == part.tag),
+            )
+            for part in parts
+        )
         graph = self._add_partitions(summaries)
         runs: dict[str, Any] = {}
         for number, part in enumerate(parts, 1):
@@ -326,22 +339,6 @@ class GraphBuilder:
         """A block that a line on the terminal tells of."""
         text = f"compiling {self.source.of(self.direction)}{which}"
         return progress.shown(text, self.options.progress)
-
-
-def _summaries(
-    gm: fx.GraphModule, parts: Mapping[str, fx.GraphModule]
-) -> tuple[PartitionSummary, ...]:
-    """Return a summary for each part of a tagged graph."""
-    reasons: dict[str, list[Reason]] = {}
-    for node in gm.graph.nodes:
-        if (why := get_reason(node)) is not None:
-            reasons.setdefault(str(get_tag(node)), []).append(why)
-    return tuple(
-        PartitionSummary(
-            name, name.startswith("captured"), num_ops(part), tuple(reasons.get(name, ()))
-        )
-        for name, part in parts.items()
-    )
 
 
 def _counted(graph: int, fn: Boxed) -> Boxed:

@@ -30,7 +30,7 @@ class Partition(Pass):
     """Reorder the nodes for few boundaries and tag each with its partition.
 
     Dependencies, mutations, random numbers, collectives and side effects keep their order. Notes:
-    a `Reason` for each eager operator, in order (`getitem` has its producer's); each is also noted at the operator.
+    a `Reason` for each eager operator, in order (`getitem` has its producer's), with its partition.
     """
 
     name: ClassVar[str] = "partition"
@@ -42,7 +42,7 @@ class Partition(Pass):
     collectives: bool = True
     """True if collectives may be captured."""
 
-    def run(self, gm: fx.GraphModule, ctx: PassContext) -> list[Reason]:
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> list[tuple[PartitionTag, Reason]]:
         """Tag `gm`'s nodes, in an order with few boundaries."""
         reasons = {
             node: why_not_capturable(
@@ -66,13 +66,13 @@ class Partition(Pass):
         segments = min(cuts, key=lambda cut: (_launched(cut, work, minimum), len(cut)))
         if len(segments) > 1:
             _reorder(gm, [node for segment in segments for group, _ in segment for node in group])
+        notes: list[tuple[PartitionTag, Reason]] = []
         for index, segment in enumerate(segments):
             tag = PartitionTag(index, captured=segment[0][1] is None)
-            for (first, *others), reason in segment:
-                set_tag(first, tag, reason)
-                for node in others:
-                    set_tag(node, tag)
-        return [reason for segment in segments for _, reason in segment if reason is not None]
+            notes += [(tag, reason) for _, reason in segment if reason is not None]
+            for node in itertools.chain.from_iterable(group for group, _ in segment):
+                set_tag(node, tag)
+        return notes
 
 
 Group = tuple[fx.Node, ...]
