@@ -105,25 +105,25 @@ class GraphBuilder:
         """
         found = tuple(each for each in reasons if not each.is_chosen)
         is_skip = bool(skip or found)
+        found = found or tuple(reasons)
         if is_skip:
             why = skip or "; ".join(dict.fromkeys(map(str, found)))
-        elif not reasons:
+        elif not found:
             why = f"it has no operators; {OTHER_FIXES['no_work']}"
-        elif all(reason.code in ("no_work", "effect_token") for reason in reasons):
-            found, why = tuple(reasons), "it launches no work on the device"
+        elif all(reason.code in ("no_work", "effect_token") for reason in found):
+            why = "it launches no work on the device"
         else:
-            found = tuple(reasons)
             why = (
                 "fewer of its operators do work on the device (views don't count) than "
                 f"min_partition_ops={self.options.min_partition_ops}"
             )
-        driver, direction, ops = self.options.driver, self.direction, num_ops(gm)
+        driver = self.options.driver
         known, causes = (_OFF, ()) if driver == "none" else (why, found)
-        graph = self._add_graph(skip=known, num_ops=ops, why=causes)
+        graph = self._add_graph(skip=known, num_ops=num_ops(gm), why=causes)
         on_cuda = any(d.type == "cuda" for d in devices(gm))
         if is_skip and (driver in ("cuda", "simulated") or (driver == "auto" and on_cuda)):
             telemetry.compile_stats.skips += 1
-            text = f"{self.source.of(f'the {direction} graph')} runs without CUDA graphs: {why}"
+            text = f"{self._named()} runs without CUDA graphs: {why}"
             self._tell(text, anew=not found or any(map(self._is_new, found)))
         return _counted(graph, self._compile(gm, example_inputs))
 
@@ -136,8 +136,10 @@ class GraphBuilder:
         reasons = [each for each in reasons if not each.is_chosen and self._is_new(each)]
         if reasons:
             listed = "\n  ".join(dict.fromkeys(map(str, reasons)))
-            graph = self.source.of(f"the {self.direction} graph")
-            self._tell(f"parts of {graph} run without CUDA graphs:\n  {listed}")
+            self._tell(f"parts of {self._named()} run without CUDA graphs:\n  {listed}")
+
+    def _named(self) -> str:
+        return self.source.of(f"the {self.direction} graph")
 
     def _is_new(self, reason: Reason) -> bool:
         """Tell if the user was not told of what can't be captured when that failed."""
@@ -205,10 +207,8 @@ class GraphBuilder:
 
     def _executor(self, plan: Plan, parts: Sequence[PartitionSummary], graph: int) -> Boxed:
         """A callable that telemetry and profiles know of."""
-        direction = self.direction
-        in_profiles = {
-            part.name: self.source.of(f"cgpass: {direction} {part.name}") for part in parts
-        }
+        names = [part.name for part in parts]
+        in_profiles = {n: self.source.of(f"cgpass: {self.direction} {n}") for n in names}
         owner = self.owner(self.target.device) if self.target.records else None
         executor = Executor(plan, owner, in_profiles)
         runs = {
@@ -227,7 +227,7 @@ class GraphBuilder:
     def _part(self, part: Part, graph: int) -> Any:
         gm = part.gm
         if part.tag.captured:
-            return self._captured(part.name, gm, graph, lambda s: self._compile_part(gm, s))
+            return self._captured(part.name, gm, graph, lambda known: self._compile_part(gm, known))
         if any(map(is_inductor_random, gm.graph.nodes)):  # draws as only Inductor's kernels do
             return self._compile_part(gm, ())
         return self._as_aten(gm)
