@@ -24,7 +24,6 @@ from cgpass.compile.facts.values import (
 )
 from cgpass.compile.layouts import Boxed, inputs_as_traced, keep_contiguous, outputs_as_traced
 from cgpass.compile.passes.base import Direction, Pass
-from cgpass.compile.passes.join_collectives import JoinCollectives
 from cgpass.compile.passes.lift_cpu_scalars import LiftCpuScalars
 from cgpass.compile.passes.outline import Part, outline
 from cgpass.compile.passes.partition import Partition
@@ -57,8 +56,6 @@ def passes_for(gm: fx.GraphModule, options: Options, target: Target) -> tuple[Pa
             min_partition_ops=options.min_partition_ops,
             collectives=not communicates or may_be_captured(target.device),
         ),
-        # Last, since only now it is known which waits lie elsewhere.
-        JoinCollectives(),
     )
 
 
