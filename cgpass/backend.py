@@ -11,8 +11,8 @@ from torch import fx
 
 from cgpass import telemetry, torch_private
 from cgpass.compile import culprits, formulas
-from cgpass.compile.assembly import GraphBuilder, passes_for
-from cgpass.compile.compilers import Boxed, Compiler, GraphCache, copy_of
+from cgpass.compile.assembly import GraphBuilder, copy_of, passes_for
+from cgpass.compile.cache import GraphCache
 from cgpass.compile.culprits import FailedOperators
 from cgpass.compile.facts.breaks import graph_break_of
 from cgpass.compile.facts.capturability import has_cpu_scalars, is_argument
@@ -22,7 +22,7 @@ from cgpass.compile.facts.lines import begins_at
 from cgpass.compile.facts.partition_tag import get_tag
 from cgpass.compile.facts.target import find_target
 from cgpass.compile.facts.values import graph_outputs, has_nested_ints
-from cgpass.compile.layouts import laid_out_otherwise
+from cgpass.compile.layouts import Boxed, laid_out_otherwise
 from cgpass.compile.passes.base import Direction, PassContext, run_passes
 from cgpass.compile.passes.own_gradients import OwnGradients
 from cgpass.compile.passes.rng_pairs import FunctionalizeRng, RngPairs, split_joint
@@ -248,19 +248,13 @@ class Compilation:
                 i for i, node in enumerate(placeholders) if self._is_static(node)
             )
         outputs = graph_outputs(gm)
-        compiler = Compiler(
-            compiler=self.options.compiler,
-            direction=direction,
-            parameters=self._parameters,
-            settings=settings,
-        )
         context = PassContext(device=torch.device("cpu"), stage="rng", direction=direction)
         # By themselves: a graph that runs plainly must repeat its forward's numbers, too, and give gradients apart.
         found = run_passes((OwnGradients(), FunctionalizeRng()), gm, context)
         if found:
-            fn = self._with_pairs(gm, example_inputs, compiler, *found)
+            fn = self._with_pairs(gm, example_inputs, direction, settings, *found)
         else:
-            fn = self._compile_tensors(gm, example_inputs, compiler)
+            fn = self._compile_tensors(gm, example_inputs, direction, settings)
         setattr(fn, "formulas", self._formulas)  # noqa: B010  as long as there is who may call them
         if direction == "forward":
             self._training.note_forward(fn)
@@ -272,33 +266,37 @@ class Compilation:
         self,
         gm: fx.GraphModule,
         example_inputs: Sequence[Any],
-        compiler: Compiler,
+        direction: Direction,
+        settings: dict[str, Any],
         pairs: RngPairs,
     ) -> Boxed:
         """Compile a graph whose last inputs are states of generators, and call it as AOTAutograd does."""
         inputs, at = list(example_inputs), pairs.positions_at
-        backward = compiler.direction == "backward"
+        backward = direction == "backward"
         if backward:
             del inputs[at]
-            if (static := compiler.settings.get("static_input_idxs")) is not None:
-                left = [i - (i > at) for i in static if i != at]
-                settings = {**compiler.settings, "static_input_idxs": left}
-                compiler = dataclasses.replace(compiler, settings=settings)
+            if (static := settings.get("static_input_idxs")) is not None:
+                settings["static_input_idxs"] = [i - (i > at) for i in static if i != at]
         placeholders = gm.graph.find_nodes(op="placeholder")
         inputs += [node.meta["val"] for node in placeholders[len(inputs) :]]
-        fn = self._compile_tensors(gm, inputs, compiler)
+        fn = self._compile_tensors(gm, inputs, direction, settings)
         if not backward:
             torch_private.hide_output_stride(at)
         exact = self.options.rng == "exact"
         return caller_of(fn, pairs.devices, at, is_backward=backward, exact=exact)
 
     def _compile_tensors(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], compiler: Compiler
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        direction: Direction,
+        settings: dict[str, Any],
     ) -> Boxed:
         """Do the work of `_compile_graph` for a graph that has neither pairs nor positions of them."""
-        direction = compiler.direction
         target = find_target(gm, self.options.driver)
-        build = self._builder(compiler=compiler, target=target)
+        build = self._builder(
+            direction=direction, target=target, settings=settings, parameters=self._parameters
+        )
         if target.skip is not None:
             return build.plainly(gm, example_inputs, skip=target.skip)
         context = PassContext(device=target.device, stage="graph", direction=direction)
@@ -306,19 +304,24 @@ class Compilation:
         original = copy_of(gm) if has_cpu_scalars(gm) else gm
         otherwise = laid_out_otherwise(gm, example_inputs) if direction == "backward" else []
         self._failed.mark(gm)
-        reasons = run_passes(passes_for(gm, self.options, target), gm, context)
+        found = run_passes(passes_for(gm, self.options, target), gm, context)
+        reasons = [reason for _, reason in found]
         tags = {tag for tag in map(get_tag, gm.graph.nodes) if tag is not None}
         # A partition gets the sizes alone that it reads, of which nested integers are none.
         is_whole = len(tags) == 1 and not (
             has_nested_ints(gm) or any(map(is_argument, gm.graph.nodes))
         )
         inputs = gm.graph.find_nodes(op="placeholder")
-        copies = [] if is_whole else [inputs[i].name for i in otherwise]  # anew in each call
         if direction == "backward":
-            known = self._saved
+            known = dict(self._saved)
         else:
             known = {n.name: InputKind.STATIC for n in inputs if self._is_static(n)}
-        build.kinds = value_kinds(gm, known, copies)
+        for name in [inputs[i].name for i in otherwise]:
+            if not is_whole:
+                known[name] = InputKind.COPIED  # anew in each call
+            elif known.get(name) is InputKind.STATIC:
+                known[name] = InputKind.POOLED  # the forward's copy of a parameter
+        build.kinds = value_kinds(gm, known)
         if direction == "forward":
             self._saved = build.kinds
         if not any(tag.captured for tag in tags):
@@ -330,7 +333,7 @@ class Compilation:
         build.visible = frozenset(range(output.meta.get(_NUM_RETURNED, len(graph_outputs(gm)))))
         if is_whole:
             return build.whole(gm, example_inputs, otherwise)
-        return build.partitioned(gm, otherwise)
+        return build.partitioned(gm, found, otherwise)
 
     def _is_static(self, node: fx.Node) -> bool:
         """Tell if a forward or inference graph's input keeps its address, as AOTAutograd knows."""

@@ -11,11 +11,10 @@ import torch
 from torch import fx
 
 from cgpass import telemetry, torch_private
-from cgpass.compile.compilers import Boxed, Compiler, copy_of, output_strides
 from cgpass.compile.culprits import FailedCapture, FailedOperators
-from cgpass.compile.facts.input_info import InputInfo, InputKind
-from cgpass.compile.facts.inputs import input_infos
-from cgpass.compile.facts.partition_tag import get_reason, get_tag
+from cgpass.compile.facts.input_info import InputKind
+from cgpass.compile.facts.inputs import input_infos, seed_positions
+from cgpass.compile.facts.partition_tag import PartitionTag
 from cgpass.compile.facts.target import Target, devices
 from cgpass.compile.facts.values import (
     graph_outputs,
@@ -23,19 +22,19 @@ from cgpass.compile.facts.values import (
     is_inductor_random,
     num_ops,
 )
-from cgpass.compile.layouts import inputs_as_traced
-from cgpass.compile.passes.base import Pass, graph_text
-from cgpass.compile.passes.join_collectives import JoinCollectives
+from cgpass.compile.layouts import Boxed, inputs_as_traced, keep_contiguous, outputs_as_traced
+from cgpass.compile.passes.base import Direction, Pass
 from cgpass.compile.passes.lift_cpu_scalars import LiftCpuScalars
-from cgpass.compile.passes.outline import outline
+from cgpass.compile.passes.outline import Part, outline
 from cgpass.compile.passes.partition import Partition
-from cgpass.compile.plan import build_plan, outputs_made, plan_as_dict, whole_plan
+from cgpass.compile.plan import build_plan, outputs_made, whole_plan
 from cgpass.errors import CaptureError
 from cgpass.options import Options
 from cgpass.runtime.collectives import may_be_captured
 from cgpass.runtime.executor import Executor, Plan
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.partition import PartitionRunner
+from cgpass.runtime.rng import read_on_the_host
 from cgpass.telemetry import CallStats, progress
 from cgpass.telemetry.reason import OTHER_FIXES, Reason
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, Source
@@ -57,8 +56,6 @@ def passes_for(gm: fx.GraphModule, options: Options, target: Target) -> tuple[Pa
             min_partition_ops=options.min_partition_ops,
             collectives=not communicates or may_be_captured(target.device),
         ),
-        # Last, since only now it is known which waits lie elsewhere.
-        JoinCollectives(),
     )
 
 
@@ -76,8 +73,12 @@ class GraphBuilder:
     """The function's number in what telemetry knows."""
     graph_break: Reason | None
     """Why Dynamo ended it where it did, if the user's goes on."""
-    compiler: Compiler
+    direction: Direction
     target: Target
+    settings: Mapping[str, Any]
+    """Arguments of `compile_fx_inner` for the whole graph."""
+    parameters: frozenset[int]
+    """Inputs of a forward that are parameters, outputs of a backward that are their gradients."""
     names: Mapping[str, str] = field(default_factory=dict)
     """The user's names of inputs, by placeholder name."""
     visible: frozenset[int] = frozenset()
@@ -101,32 +102,27 @@ class GraphBuilder:
         """
         found = tuple(each for each in reasons if not each.is_chosen)
         is_skip = bool(skip or found)
+        found = found or tuple(reasons)
         if is_skip:
             why = skip or "; ".join(dict.fromkeys(map(str, found)))
-        elif not reasons:
+        elif not found:
             why = f"it has no operators; {OTHER_FIXES['no_work']}"
-        elif all(reason.code in ("no_work", "effect_token") for reason in reasons):
-            found, why = tuple(reasons), "it launches no work on the device"
+        elif all(reason.code in ("no_work", "effect_token") for reason in found):
+            why = "it launches no work on the device"
         else:
-            found = tuple(reasons)
             why = (
                 "fewer of its operators do work on the device (views don't count) than "
                 f"min_partition_ops={self.options.min_partition_ops}"
             )
-        driver, direction, ops = self.options.driver, self.compiler.direction, num_ops(gm)
+        driver = self.options.driver
         known, causes = (_OFF, ()) if driver == "none" else (why, found)
-        listed = list(map(str, causes))
-        told = {"runs_without_cuda_graphs": known, "num_ops": ops, "reasons": listed}
-        torch_private.trace(f"{direction}_plan", lambda: told)
-        graph = telemetry.add_graph(self._summary((), skip=known, num_ops=ops, why=causes))
-        text = f"{self.source.of(f'the {direction} graph')} runs without CUDA graphs: {why}"
+        graph = self._add_graph(skip=known, num_ops=num_ops(gm), why=causes)
         on_cuda = any(d.type == "cuda" for d in devices(gm))
         if is_skip and (driver in ("cuda", "simulated") or (driver == "auto" and on_cuda)):
             telemetry.compile_stats.skips += 1
+            text = f"{self._named()} runs without CUDA graphs: {why}"
             self._tell(text, anew=not found or any(map(self._is_new, found)))
-        else:
-            log.info("%s", text)
-        return _counted(graph, self.compiler.whole(gm, example_inputs))
+        return _counted(graph, self._compile(gm, example_inputs))
 
     def report(self, reasons: Sequence[Reason]) -> None:
         """One message for everything in the graph that can't be captured.
@@ -137,8 +133,10 @@ class GraphBuilder:
         reasons = [each for each in reasons if not each.is_chosen and self._is_new(each)]
         if reasons:
             listed = "\n  ".join(dict.fromkeys(map(str, reasons)))
-            graph = self.source.of(f"the {self.compiler.direction} graph")
-            self._tell(f"parts of {graph} run without CUDA graphs:\n  {listed}")
+            self._tell(f"parts of {self._named()} run without CUDA graphs:\n  {listed}")
+
+    def _named(self) -> str:
+        return self.source.of(f"the {self.direction} graph")
 
     def _is_new(self, reason: Reason) -> bool:
         """Tell if the user was not told of what can't be captured when that failed."""
@@ -155,58 +153,59 @@ class GraphBuilder:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], otherwise: Sequence[int] = ()
     ) -> Boxed:
         """A graph that is one captured partition; it was traced with other inputs than come `otherwise`."""
-        num_outputs = len(graph_outputs(gm))
-        summaries = _summaries(gm, {"captured_0": gm})
-        graph = self._add_summary(summaries)
-        original = self._kept(gm)
-        inputs = gm.graph.find_nodes(op="placeholder")
-        copies = {inputs[i].name for i in otherwise}  # the forward's copies of parameters
-        kinds = {
-            name: InputKind.POOLED if kind is InputKind.STATIC and name in copies else kind
-            for name, kind in self.kinds.items()
-        }
-        infos = input_infos(gm, kinds, self.names)
+        summaries = (PartitionSummary("captured_0", captured=True, num_ops=num_ops(gm)),)
+        graph = self._add_partitions(summaries)
+        num_inputs, made = len(gm.graph.find_nodes(op="placeholder")), outputs_made(gm)
         with self._told():
-            fn = self.compiler.whole(gm, example_inputs)
+            run = self._captured(
+                "captured_0",
+                gm,
+                graph,
+                lambda _: self._compile(gm, example_inputs),
+                otherwise,
+            )
         if not self.target.records:
-            return _counted(graph, fn)
-        run = self._runner("captured_0", fn, infos, original, graph, otherwise)
-        made = outputs_made(original)
-        plan = whole_plan(len(infos), num_outputs, run, "captured_0", self.visible, made)
+            return _counted(graph, run)
+        plan = whole_plan(num_inputs, len(made), run, "captured_0", self.visible, made)
         return self._executor(plan, summaries, graph)
 
-    def partitioned(self, gm: fx.GraphModule, otherwise: Sequence[int] = ()) -> Boxed:
+    def partitioned(
+        self,
+        gm: fx.GraphModule,
+        reasons: Sequence[tuple[PartitionTag, Reason]],
+        otherwise: Sequence[int] = (),
+    ) -> Boxed:
         """A graph with the tags of several partitions; it was traced with other inputs than come `otherwise`."""
         as_traced = inputs_as_traced(gm, otherwise)
-        if self.compiler.direction == "forward":
-            torch_private.report_output_strides(output_strides(gm))
-        outlined = outline(gm)
-        title = f"graph_{self.compiler.direction}_outlined"
-        torch_private.trace(title, lambda: graph_text(outlined))
-        parts = {
-            name: module
-            for name, module in outlined.named_children()
-            if isinstance(module, fx.GraphModule)
-        }
-        summaries = _summaries(gm, parts)
-        graph = self._add_summary(summaries)
+        if self.direction == "forward":
+            torch_private.report_output_strides(_output_strides(gm))
+        parts = outline(gm)
+        title = f"graph_{self.direction}_outlined"
+        torch_private.trace(title, lambda: "\n".join(map(str, parts)))
+        summaries = tuple(
+            PartitionSummary(
+                part.name,
+                part.tag.captured,
+                num_ops(part.gm),
+                tuple(reason for tag, reason in reasons if tag == part.tag),
+            )
+            for part in parts
+        )
+        graph = self._add_partitions(summaries)
         runs: dict[str, Any] = {}
-        for number, call in enumerate(outlined.graph.find_nodes(op="call_module"), 1):
-            name = str(call.target)
+        for number, part in enumerate(parts, 1):
             with self._told(f", partition {number} of {len(parts)}"):
-                runs[name] = self._compile_part(name, parts[name], graph)
-        plan = build_plan(outlined, runs, self.visible)
+                runs[part.name] = self._part(part, graph)
+        plan = build_plan(gm, parts, runs, self.visible)
         boxed = self._executor(plan, summaries, graph)
         if not otherwise:
             return boxed
         return torch_private.mark_boxed(lambda args: boxed(as_traced(args)))
 
     def _executor(self, plan: Plan, parts: Sequence[PartitionSummary], graph: int) -> Boxed:
-        """A callable that telemetry, traces and profiles know of."""
-        direction, named = self.compiler.direction, {part.name: part for part in parts}
-        made = f"{direction}_plan"
-        torch_private.trace(made, lambda: plan_as_dict(plan, named), self.source.trace_id)
-        in_profiles = {name: self.source.of(f"cgpass: {direction} {name}") for name in named}
+        """A callable that telemetry and profiles know of."""
+        names = [part.name for part in parts]
+        in_profiles = {n: self.source.of(f"cgpass: {self.direction} {n}") for n in names}
         owner = self.owner(self.target.device) if self.target.records else None
         executor = Executor(plan, owner, in_profiles)
         runs = {
@@ -222,38 +221,30 @@ class GraphBuilder:
         setattr(call, "executor", executor)  # noqa: B010  for whole training steps
         return torch_private.mark_boxed(call)
 
-    def _compile_part(self, name: str, gm: fx.GraphModule, graph: int) -> Any:
-        if not name.startswith("captured"):
-            return self._eager(gm)
-        infos = input_infos(gm, self.kinds, self.names)
-        static = [i for i, info in enumerate(infos) if info.kind is InputKind.STATIC]
-        original = self._kept(gm)
-        fn = self.compiler.captured(gm, static)
-        if not self.target.records:
-            return fn
-        return self._runner(name, fn, infos, original, graph)
+    def _part(self, part: Part, graph: int) -> Any:
+        gm = part.gm
+        if part.tag.captured:
+            return self._captured(part.name, gm, graph, lambda known: self._compile_part(gm, known))
+        if any(map(is_inductor_random, gm.graph.nodes)):  # draws as only Inductor's kernels do
+            return self._compile_part(gm, ())
+        return self._as_aten(gm)
 
-    def _eager(self, gm: fx.GraphModule) -> Boxed:
-        """A partition that no graph can hold; Inductor's, if it draws as only Inductor's kernels do."""
-        if any(map(is_inductor_random, gm.graph.nodes)):
-            return self.compiler.captured(gm, ())
-        return self.compiler.eager(gm)
-
-    def _kept(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """`gm` as it is now: Inductor changes the graph that it compiles."""
-        return copy_of(gm) if self.compiler.opaque and self.target.records else gm
-
-    def _runner(
+    def _captured(
         self,
         name: str,
-        fn: Boxed,
-        infos: tuple[InputInfo, ...],
-        original: fx.GraphModule,
+        gm: fx.GraphModule,
         graph: int,
+        compile_for: Callable[[list[int]], Boxed],
         otherwise: Sequence[int] = (),
-    ) -> PartitionRunner:
-        """Return the runner of a captured partition."""
-        named = f"{self.compiler.direction} {name}"
+    ) -> Any:
+        """A captured partition, compiled for its static inputs: its runner, or what is compiled where nothing records."""
+        infos = input_infos(gm, self.kinds, self.names)
+        changes = self._opaque and self.target.records  # Inductor does the graph
+        original = copy_of(gm) if changes else gm
+        fn = compile_for([i for i, info in enumerate(infos) if info.kind is InputKind.STATIC])
+        if not self.target.records:
+            return fn
+        named = f"{self.direction} {name}"
         communicates = any(map(is_collective, original.graph.nodes))
         owner = self.owner(self.target.device)
         on_failure = FailedCapture(
@@ -274,50 +265,77 @@ class GraphBuilder:
             name=named,
             on_failure=on_failure,
             source=self.source,
-            opaque=self.compiler.opaque,
-            is_backward=self.compiler.direction == "backward",
+            opaque=self._opaque,
+            is_backward=self.direction == "backward",
             communicates=communicates,
         )
 
-    def _summary(self, partitions: tuple[PartitionSummary, ...], **about: Any) -> GraphSummary:
-        return GraphSummary(
-            self.compiler.direction,
+    @property
+    def _opaque(self) -> bool:
+        """Tell if captured partitions run kernels that are no aten calls."""
+        return self.options.compiler == "inductor"
+
+    def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+        """Compile a graph that is one partition exactly as `torch.compile` would."""
+        if not self._opaque:
+            return self._as_aten(gm)
+        seeds = seed_positions(gm)
+        if self.direction == "backward":
+            keep_contiguous(gm, self.parameters)
+        fn = torch_private.inductor_inner(gm, example_inputs, **self.settings)
+        return read_on_the_host(fn, seeds)
+
+    def _compile_part(self, gm: fx.GraphModule, static: Sequence[int]) -> Boxed:
+        """Compile a captured partition that returns a tuple; `static` are inputs whose address stays.
+
+        Every output keeps the strides its fake tensor has, since other partitions were traced with them.
+        """
+        if not self._opaque:
+            return self._as_aten(gm)
+        seeds = seed_positions(gm)
+        gm.graph.output_node().meta["user_visible_output_idxs"] = [
+            i for i, value in enumerate(graph_outputs(gm)) if isinstance(value, fx.Node)
+        ]
+        inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+        as_traced = outputs_as_traced(gm)
+        with torch_private.own_tracing_context():
+            fn = torch_private.inductor_inner(
+                gm,
+                inputs,
+                static_input_idxs=tuple(static),
+                is_backward=self.direction == "backward",
+                is_inference=self.direction == "inference",
+            )
+        return read_on_the_host(as_traced(fn), seeds)
+
+    def _as_aten(self, gm: fx.GraphModule) -> Boxed:
+        """Generated Python over a graph's operators."""
+        return read_on_the_host(torch_private.boxed_graph_module(gm), seed_positions(gm))
+
+    def _add_graph(self, partitions: tuple[PartitionSummary, ...] = (), **about: Any) -> int:
+        """Have telemetry and traces know of the graph; returns its number."""
+        summary = GraphSummary(
+            self.direction,
             partitions,
             place=self.source.place,
             function=self.function,
             graph_break=self.graph_break,
             **about,
         )
-
-    def _add_summary(self, partitions: tuple[PartitionSummary, ...]) -> int:
-        if self.target.records:
-            summary = self._summary(partitions, driver=self.target.driver)
-        else:
-            ops = sum(part.num_ops for part in partitions)
-            summary = self._summary((), skip=_OFF, num_ops=ops)
+        plan = f"{self.direction}_plan"
+        torch_private.trace(plan, lambda: str(summary), self.source.trace_id)
         log.info("%s", str(summary).splitlines()[0])
         return telemetry.add_graph(summary)
 
+    def _add_partitions(self, partitions: tuple[PartitionSummary, ...]) -> int:
+        if self.target.records:
+            return self._add_graph(partitions, driver=self.target.driver)
+        return self._add_graph(skip=_OFF, num_ops=sum(part.num_ops for part in partitions))
+
     def _told(self, which: str = "") -> contextlib.AbstractContextManager[None]:
         """A block that a line on the terminal tells of."""
-        text = f"compiling {self.source.of(self.compiler.direction)}{which}"
+        text = f"compiling {self.source.of(self.direction)}{which}"
         return progress.shown(text, self.options.progress)
-
-
-def _summaries(
-    gm: fx.GraphModule, parts: Mapping[str, fx.GraphModule]
-) -> tuple[PartitionSummary, ...]:
-    """Return a summary for each part of a tagged graph."""
-    reasons: dict[str, list[Reason]] = {}
-    for node in gm.graph.nodes:
-        if (why := get_reason(node)) is not None:
-            reasons.setdefault(str(get_tag(node)), []).append(why)
-    return tuple(
-        PartitionSummary(
-            name, name.startswith("captured"), num_ops(part), tuple(reasons.get(name, ()))
-        )
-        for name, part in parts.items()
-    )
 
 
 def _counted(graph: int, fn: Boxed) -> Boxed:
@@ -330,3 +348,20 @@ def _counted(graph: int, fn: Boxed) -> Boxed:
 
     telemetry.add_run(graph, telemetry.GraphRun(tally, {}, weakref.ref(call)))
     return torch_private.mark_boxed(call)
+
+
+def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph, on the same attributes: compiling changes a graph."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    graph.output_node().meta.update(gm.graph.output_node().meta)
+    return torch_private.lazy_graph_module(gm, graph)
+
+
+def _output_strides(gm: fx.GraphModule) -> list[tuple[Any, ...] | None]:
+    """Strides of a graph's outputs, None for what is no tensor."""
+    strides: list[tuple[Any, ...] | None] = []
+    for value in graph_outputs(gm):
+        fake = value.meta.get("val") if isinstance(value, fx.Node) else None
+        strides.append(tuple(fake.stride()) if isinstance(fake, torch.Tensor) else None)
+    return strides

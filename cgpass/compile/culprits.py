@@ -22,6 +22,7 @@ from torch import fx
 from cgpass import telemetry, torch_private
 from cgpass.compile.facts import values
 from cgpass.compile.facts.capturability import PROVEN, why_not_capturable
+from cgpass.compile.facts.inputs import input_infos
 from cgpass.compile.facts.lines import spans
 from cgpass.errors import CaptureError
 from cgpass.runtime.driver import GraphDriver, is_capture_error
@@ -154,6 +155,12 @@ def find_culprit(
     What the partition writes is copied first, and generators are where they were. Returns the operator, marked as
     `PROVEN`, and whether nothing is wrong with the partition, since everything ran as it should.
     """
+    written = [info.mutated for info in input_infos(gm)]
+
+    def private() -> list[Any]:
+        pairs = zip(args, written, strict=True)
+        return [x.clone() if own and isinstance(x, torch.Tensor) else x for x, own in pairs]
+
     with torch.inference_mode(False), torch.no_grad(), random_state_kept(driver.device, args):
         follower = _Following(gm)
 
@@ -161,12 +168,12 @@ def find_culprit(
             return follower.run(*inputs, enable_io_processing=False)
 
         try:
-            run(_private(gm, args))
+            run(private())
         except Exception as error:
             log.debug("running a partition by its operators failed: %s", error)
             return None, False
         try:
-            graph, outputs = driver.record(run, _private(gm, args), opaque=False)
+            graph, outputs = driver.record(run, private(), opaque=False)
         except Exception as error:
             node = follower.at
             if (
@@ -180,20 +187,6 @@ def find_culprit(
         del outputs
         graph.reset()
         return None, True
-
-
-def _private(gm: fx.GraphModule, args: Sequence[Any]) -> list[Any]:
-    """Inputs, with copies of what the partition writes."""
-    written = {key for n in gm.graph.nodes for w in values.mutated_inputs(n) for key in _keys(w)}
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    return [
-        value.clone() if isinstance(value, torch.Tensor) and _keys(node) & written else value
-        for node, value in zip(placeholders, args, strict=True)
-    ]
-
-
-def _keys(node: fx.Node) -> set[object]:
-    return {node, *values.storage_keys(node)}
 
 
 def first_line(error: BaseException) -> str:

@@ -25,29 +25,21 @@ def _strides_as_traced(
     gm: fx.GraphModule, values: Iterable[tuple[int, object]]
 ) -> Callable[[Sequence[Any]], dict[int, tuple[int, ...]]]:
     """Make a function that tells, from the inputs of a call, with which strides values were traced."""
-    wanted: dict[int, tuple[Any, ...]] = {}
+    bindings = _bindings(gm)  # now: compiling may replace symbols by numbers
+    wanted: dict[int, list[sympy.Expr]] = {}
     for position, value in values:
         fake = value.meta.get("val") if isinstance(value, fx.Node) else None
         if isinstance(fake, torch.Tensor) and fake.layout == torch.strided:
-            strides = fake.stride()
-            wanted[position] = tuple(s if isinstance(s, int) else s.node.expr for s in strides)
-    used = [s for strides in wanted.values() for s in strides if not isinstance(s, int)]
-    symbols = {symbol for s in used for symbol in s.free_symbols}
-    # now: compiling may replace symbols by numbers
-    places = {s: place for s, place in _bindings(gm).items() if s in symbols}
+            strides = list(map(sympy.sympify, fake.stride()))
+            if all(bindings.keys() >= stride.free_symbols for stride in strides):  # none by data
+                wanted[position] = strides
+    used = {symbol for strides in wanted.values() for s in strides for symbol in s.free_symbols}
+    places = {symbol: place for symbol, place in bindings.items() if symbol in used}
 
     @functools.lru_cache
     def strides_at(*sizes: int) -> dict[int, tuple[int, ...]]:
         known = dict(zip(places, map(sympy.Integer, sizes), strict=True))
-        found = {
-            i: [s if isinstance(s, int) else s.xreplace(known) for s in strides]
-            for i, strides in wanted.items()
-        }
-        return {
-            i: tuple(map(int, strides))
-            for i, strides in found.items()
-            if all(isinstance(s, int | sympy.Integer) for s in strides)  # none depends on data
-        }
+        return {i: tuple(int(s.xreplace(known)) for s in wanted[i]) for i in wanted}
 
     def strides_of(args: Sequence[Any]) -> dict[int, tuple[int, ...]]:
         sizes = [args[at] if dim is None else args[at].shape[dim] for at, dim in places.values()]
@@ -105,17 +97,13 @@ def laid_out_otherwise(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
 
 def _bindings(gm: fx.GraphModule) -> dict[sympy.Symbol, _Place]:
     """Return the inputs that hold each symbol: inputs that are one first."""
-    found = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
-    places: dict[sympy.Symbol, _Place] = {}
-    for at, value in enumerate(found):
-        if (symbol := symbol_of(value)) is not None:
-            places.setdefault(symbol, (at, None))
-    for at, value in enumerate(found):
+    inputs = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+    found: list[tuple[object, _Place]] = [(value, (at, None)) for at, value in enumerate(inputs)]
+    for at, value in enumerate(inputs):
         if isinstance(value, torch.Tensor):
-            for dim, size in enumerate(value.shape):
-                if (symbol := symbol_of(size)) is not None:
-                    places.setdefault(symbol, (at, dim))
-    return places
+            found += [(size, (at, dim)) for dim, size in enumerate(value.shape)]
+    places = [(symbol_of(value), place) for value, place in reversed(found)]
+    return {symbol: place for symbol, place in places if symbol is not None}
 
 
 def _lies(tensor: torch.Tensor, stride: Sequence[int]) -> bool:

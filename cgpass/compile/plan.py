@@ -1,7 +1,6 @@
-"""From an outlined graph to the executor's plan: slots, steps and what each may drop."""
+"""From the parts of a graph to the executor's plan: slots, steps and what each may drop."""
 
 import itertools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -13,43 +12,47 @@ from cgpass.compile.facts.capturability import is_argument
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.compile.facts.lines import user_line
 from cgpass.compile.facts.values import attribute, graph_outputs
+from cgpass.compile.passes.outline import Part, resolve
 from cgpass.runtime.executor import Plan, Step
 from cgpass.runtime.partition import PartitionRunner
-from cgpass.telemetry.summaries import PartitionSummary
 
 
-def build_plan(gm: fx.GraphModule, runs: Mapping[str, Any], visible: frozenset[int]) -> Plan:
-    """Plan the calls of a graph as `outline` leaves it: `runs` by submodule, `visible` positions of outputs that the user gets."""
-    slots: dict[fx.Node, int] = {}
+def build_plan(
+    gm: fx.GraphModule, parts: Sequence[Part], runs: Mapping[str, Any], visible: frozenset[int]
+) -> Plan:
+    """Plan the calls of a graph of several parts: `runs` by their names, `visible` positions of outputs that the user gets."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    slots = {node: at for at, node in enumerate(placeholders)}
     constants: list[tuple[int, Any]] = []
     steps: list[Step] = []
-    new_slot = itertools.count().__next__
+    new_slot = itertools.count(len(placeholders)).__next__
 
     def constant(value: Any) -> int:
         constants.append((new_slot(), value))
         return constants[-1][0]
 
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    for node in placeholders:
-        slots[node] = new_slot()
-    for node in gm.graph.nodes:
-        if node.op == "get_attr":
+    def slot_of(value: fx.Node) -> int:
+        """Where a value lies; attributes and numbers on first use."""
+        node = resolve(value)
+        if node not in slots and node.op == "get_attr":
             slots[node] = constant(attribute(gm, str(node.target)))
-        elif node.op == "call_module":
-            name, part = str(node.target), gm.get_submodule(str(node.target))
-            assert isinstance(part, fx.GraphModule)
-            made = outputs_made(part)
-            outputs = tuple(new_slot() for _ in made)
-            slots.update((user, outputs[user.args[1]]) for user in node.users)
-            inputs = tuple(slots[value] for value in node.args)
-            steps.append(Step(name, runs[name], inputs, outputs, made=made))
-        elif node.op == "call_function" and node.target is not operator.getitem:
-            inputs = tuple(slots[value] for value in node.all_input_nodes)
+        elif node not in slots:
+            inputs = tuple(map(slot_of, node.all_input_nodes))
             slots[node] = new_slot()
             run = Argument(node.meta["val"].device) if is_argument(node) else _host_step(node)
             steps.append(Step(node.name, run, inputs, (slots[node],)))
+        return slots[node]
+
+    for node in filter(is_argument, gm.graph.nodes):
+        slot_of(node)  # before what writes the input that it is made of
+    for part in parts:
+        inputs = tuple(map(slot_of, part.inputs))
+        outputs = tuple(new_slot() for _ in part.outputs)
+        slots.update(zip(part.outputs, outputs, strict=True))
+        made = outputs_made(part.gm)
+        steps.append(Step(part.name, runs[part.name], inputs, outputs, made=made))
     results = tuple(
-        slots[value] if isinstance(value, fx.Node) else constant(value)
+        slot_of(value) if isinstance(value, fx.Node) else constant(value)
         for value in graph_outputs(gm)
     )
     needed = {*results, *(slot for slot, _ in constants)}
@@ -74,30 +77,6 @@ def whole_plan(
     inputs = tuple(range(num_inputs))
     step = Step(name, run, inputs, outputs, drops=inputs, made=made)
     return Plan(num_inputs, num_inputs + num_outputs, (step,), outputs, visible=visible)
-
-
-def plan_as_dict(plan: Plan, parts: Mapping[str, PartitionSummary]) -> dict[str, Any]:
-    """A plan as JSON knows it, with what is known of its partitions by name."""
-    steps = []
-    for step in plan.steps:
-        part = parts.get(step.name)
-        about: dict[str, Any] = {"name": step.name, "captured": False, "num_ops": 0}
-        if part is not None:
-            about.update(captured=part.captured, num_ops=part.num_ops)
-            about["reasons"] = [str(reason) for reason in part.reasons]
-        if isinstance(step.run, PartitionRunner):
-            infos = step.run.layout.infos
-            about["input_names"] = [f"{info.name} ({info.kind.name.lower()})" for info in infos]
-        about.update(inputs=step.inputs, outputs=step.outputs, drops=step.drops, made=step.made)
-        steps.append(about)
-    return {
-        "num_inputs": plan.num_inputs,
-        "num_slots": plan.num_slots,
-        "constants": [slot for slot, _ in plan.constants],
-        "outputs": plan.outputs,
-        "visible": sorted(plan.visible),
-        "steps": steps,
-    }
 
 
 def outputs_made(gm: fx.GraphModule) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from cgpass import torch_private
-from cgpass.compile.compilers import Boxed
+from cgpass.compile.layouts import Boxed
 from cgpass.errors import DoubleBackwardError
 from cgpass.runtime import fast
 

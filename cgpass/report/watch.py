@@ -18,7 +18,8 @@ from typing import Any, Final
 import torch
 
 from cgpass import telemetry, torch_private
-from cgpass.compile.facts.breaks import graph_breaks, left_to_eager, place_of, recompiled
+from cgpass.compile.facts.breaks import graph_breaks, left_to_eager, recompiled
+from cgpass.compile.facts.lines import place_of
 from cgpass.options import Options
 from cgpass.report.model import CopiedInput, GraphReport, PartitionReport
 from cgpass.report.report import Report

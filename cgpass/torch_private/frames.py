@@ -4,7 +4,6 @@ import functools
 import sys
 import threading
 import traceback
-import types
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -47,9 +46,8 @@ def was_given_up(compilation: Any) -> bool:
 class GraphBreak:
     """A graph break, as Dynamo told of it."""
 
-    code: types.CodeType
-    """Of the function that was compiled and had it, in itself or in what it calls."""
-    compile_id: str
+    function: tuple[str, int, str]
+    """File, first line and name of the function that was compiled and had it, in itself or in what it calls."""
     text: str
     stack: tuple[traceback.FrameSummary, ...]
     """All frames that it was traced through, outermost first."""
@@ -58,11 +56,6 @@ class GraphBreak:
     """True if Dynamo forgot since what it compiled."""
     earlier: bool = False
     """True if summaries began anew since."""
-
-    @property
-    def function(self) -> tuple[str, int, str]:
-        """File, first line and name."""
-        return self.code.co_filename, self.code.co_firstlineno, self.code.co_name
 
     @property
     def line(self) -> traceback.FrameSummary | None:
@@ -113,11 +106,10 @@ def note_graph_breaks() -> None:
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (backend := _backend_of_ours(self)) is not None:
             eval_frame.cached_backends.setdefault(id(backend), backend)  # as `register_backend`
-            error = kwargs.get("exc", args[-1] if args else None)
+            code, error = self.f_code, kwargs.get("exc", args[-1] if args else None)
             _graph_breaks.append(
                 GraphBreak(
-                    self.f_code,
-                    str(CompileContext.current_compile_id()),
+                    (code.co_filename, code.co_firstlineno, code.co_name),
                     str(getattr(error, "msg", None) or error),
                     tuple(getattr(error, "real_stack", None) or ()),
                     threading.get_ident(),

@@ -96,7 +96,7 @@ def test_a_copy_shares_nothing_with_what_it_shared_memory_with():
     for copy in (0, 1):
         gm = traced(views, flat[:4].view(2, 2), flat[4:])
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
-        found = value_kinds(gm, dict.fromkeys(names, STATIC), copies={names[copy]})
+        found = value_kinds(gm, {**dict.fromkeys(names, STATIC), names[copy]: COPIED})
         other = names[1 - copy]
         of_view = ("view", "view_1")
         assert (found[names[copy]], found[of_view[copy]]) == (COPIED, COPIED)

@@ -6,8 +6,7 @@ from expecttest import assert_expected_inline
 
 from cgpass.compile.facts.partition_tag import get_tag
 from cgpass.compile.passes.base import PassContext, graph_text, run_passes
-from cgpass.compile.passes.join_collectives import JoinCollectives
-from cgpass.compile.passes.partition import Partition
+from cgpass.compile.passes.partition import Partition, join_collectives
 from cgpass.runtime.simulated import SimulatedDriver
 from tests.graphs import CUDA, fake_cuda_graph
 
@@ -18,10 +17,9 @@ GROUP = "0"
 
 def joined(fn, *shapes, unsafe=("aten::tanh",)):
     gm = fake_cuda_graph(fn, *shapes)
-    passes = (Partition(frozenset(unsafe), 1), JoinCollectives())
-    run_passes(passes, gm, PassContext(CUDA, "graph", "forward"))
+    run_passes([Partition(frozenset(unsafe), 1)], gm, PassContext(CUDA, "graph", "forward"))
     once = graph_text(gm)
-    run_passes(passes[1:], gm, PassContext(CUDA, "graph", "forward"))
+    join_collectives(gm)
     assert graph_text(gm) == once
     return gm
 

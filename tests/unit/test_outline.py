@@ -1,4 +1,4 @@
-"""Outlined graphs: submodules with explicit inputs, equal in what they compute."""
+"""Outlined graphs: parts with explicit inputs, equal in what they compute."""
 
 import itertools
 
@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from cgpass.compile.facts import values
 from cgpass.compile.facts.partition_tag import PartitionTag, get_tag
-from cgpass.compile.passes.base import PassContext, graph_text, run_passes
+from cgpass.compile.passes.base import PassContext, run_passes
 from cgpass.compile.passes.outline import outline
 from cgpass.compile.passes.partition import Partition
+from cgpass.compile.plan import build_plan
+from cgpass.runtime.executor import Executor
 from tests.graphs import CUDA, calls, fake_cuda_graph, node_named, sync_between, traced
 
 CPU = torch.device("cpu")
@@ -21,30 +23,25 @@ aten = torch.ops.aten
 def cut(gm, device=CUDA, unsafe=(), minimum=1):
     passes = [Partition(frozenset(unsafe), minimum)]
     run_passes(passes, gm, PassContext(device, "graph", "forward"))
-    outlined = outline(gm)
-    outlined.graph.lint()
-    return outlined
+    return outline(gm)
+
+
+def run(gm, parts, args):
+    runs = {part.name: lambda values, part=part: part.gm(*values) for part in parts}
+    return Executor(build_plan(gm, parts, runs, frozenset()), None)([*args])
 
 
 def inputs(module):
     return [node.name for node in module.graph.find_nodes(op="placeholder")]
 
 
-def test_submodules_take_and_return_what_is_used():
+def test_parts_take_and_return_what_is_used():
     gm = fake_cuda_graph(sync_between, (4, 4), (4, 4))
+    parts = cut(gm)
     assert_expected_inline(
-        graph_text(cut(gm)),
+        "\n".join(map(str, parts)),
         """\
-x_1: float32[4, 4]@cuda = placeholder
-w_1: float32[4, 4]@cuda = placeholder
-captured_0: (float32[4]@cuda, int64[4]@cuda, float32[4, 4]@cuda) = captured_0(x_1, w_1)  # captured_0
-getitem: float32[4]@cuda = getitem(captured_0, 0)
-getitem_1: int64[4]@cuda = getitem(captured_0, 1)
-relu: float32[4, 4]@cuda = getitem(captured_0, 2)
-eager_1: (int64[u0, 1]@cuda) = eager_1(getitem)  # eager_1
-nonzero: int64[u0, 1]@cuda = getitem(eager_1, 0)
-return (nonzero, relu, getitem_1)
-captured_0:
+captured_0(x_1, w_1):
     x_1: float32[4, 4]@cuda = placeholder
     w_1: float32[4, 4]@cuda = placeholder
     mm: float32[4, 4]@cuda = aten.mm.default(x_1, w_1)
@@ -54,47 +51,46 @@ captured_0:
     mul: float32[4, 4]@cuda = aten.mul.Tensor(mm, 2)
     relu: float32[4, 4]@cuda = aten.relu.default(mul)
     return (getitem, getitem_1, relu)
-eager_1:
+eager_1(getitem):
     getitem: float32[4]@cuda = placeholder
     nonzero: int64[u0, 1]@cuda = aten.nonzero.default(getitem)
     return (nonzero,)""",
     )
+    names = [[node.name for node in part.outputs] for part in parts]
+    assert names == [["getitem", "getitem_1", "relu"], ["nonzero"]]
 
 
 def test_names_and_meta_stay():
     gm = fake_cuda_graph(sync_between, (4, 4), (4, 4))
-    mm, out = calls(gm, aten.mm.default)[0], gm.graph.output_node()
+    mm = calls(gm, aten.mm.default)[0]
     mm.stack_trace = "a trace"
     mm.meta |= {"recompute": 1, "custom": {"region": "a"}, "nn_module_stack": {"m": ("m", "M")}}
     node_named(gm, "x_1").meta["desc"] = "the input"
-    out.meta["user_visible_output_idxs"] = [0, 1]
-    outlined = cut(gm)
-    inner = calls(outlined.captured_0, aten.mm.default)[0]
+    captured, _ = cut(gm)
+    inner = calls(captured.gm, aten.mm.default)[0]
     assert inner.name == "mm"
     for key in ("val", "stack_trace", "recompute", "custom", "nn_module_stack"):
         assert inner.meta[key] is mm.meta[key]
-    for module in (outlined, outlined.captured_0):
-        assert node_named(module, "x_1").meta["desc"] == "the input"
-    assert outlined.graph.output_node().meta["user_visible_output_idxs"] == [0, 1]
-    assert get_tag(node_named(outlined, "captured_0")) == PartitionTag(0, captured=True)
+    assert node_named(captured.gm, "x_1").meta["desc"] == "the input"
+    assert captured.tag == PartitionTag(0, captured=True)
 
 
-def test_attributes_are_in_every_submodule_that_uses_them():
-    gm = traced(lambda x: (x.relu().exp() + 1) * 2, torch.ones(3))
+def test_attributes_are_in_every_part_that_uses_them():
+    gm = traced(lambda x: ((x.relu().exp() + 1) * 2,), torch.ones(3))
     gm.register_parameter("scale", torch.nn.Parameter(torch.full((3,), 5.0)))
     with gm.graph.inserting_before(calls(gm, aten.relu.default)[0]):
         scale = gm.graph.get_attr("scale")
     for target in (aten.add.Tensor, aten.mul.Tensor):
         calls(gm, target)[0].update_arg(1, scale)
     gm.recompile()
-    outlined = cut(gm, CPU, unsafe=["aten::add"])
-    assert outlined.eager_1.scale is outlined.captured_2.scale is gm.scale
-    assert torch.equal(outlined(torch.ones(3)), gm(torch.ones(3)))
+    parts = cut(gm, CPU, unsafe=["aten::add"])
+    assert parts[1].gm.scale is parts[2].gm.scale is gm.scale
+    assert torch.equal(*run(gm, parts, [torch.ones(3)]), *gm(torch.ones(3)))
 
 
 def test_what_an_operator_wrote_is_known_by_the_input():
-    outlined = cut(fake_cuda_graph(lambda x: torch.nonzero(x.add_(1)), (4,)))
-    assert inputs(outlined.captured_0) == inputs(outlined.eager_1) == ["x_1"]
+    parts = cut(fake_cuda_graph(lambda x: (torch.nonzero(x.add_(1)),), (4,)))
+    assert [inputs(part.gm) for part in parts] == [["x_1"], ["x_1"]]
 
 
 # ---- random graphs
@@ -165,12 +161,12 @@ def run_program(steps, *made):
     return made[-4:]
 
 
-def all_of(gm, args):
+def all_of(fn, args):
     """What running a graph gives: outputs, inputs afterwards, side effects, and where the generator stands."""
     logged.clear()
     torch.manual_seed(1)
     inputs = [arg.clone() for arg in args]
-    return [*gm(*inputs), *inputs, *logged, torch.get_rng_state()]
+    return [*fn(inputs), *inputs, *logged, torch.get_rng_state()]
 
 
 # Tracing is slow, so failing programs are not shrunk.
@@ -181,14 +177,14 @@ def test_random_graphs_execute_equal(program):
     torch.manual_seed(0)
     args = torch.rand(4, 4), torch.rand(4, 4)
     gm = traced(lambda *xs: run_program(steps, *xs), *(arg.clone() for arg in args))
-    expected = all_of(gm, args)
+    expected = all_of(lambda inputs: gm(*inputs), args)
     before = [node for node in gm.graph.nodes if node.op == "call_function"]
-    outlined = cut(gm, CPU, unsafe, minimum)
+    parts = cut(gm, CPU, unsafe, minimum)
     after = [node for node in gm.graph.nodes if node.op == "call_function"]
     assert sorted(map(str, before)) == sorted(map(str, after))
     cuts = list(dict.fromkeys(map(get_tag, after)))
     assert [tag.index for tag in cuts] == [*range(len(cuts))]
     assert all(a.captured != b.captured for a, b in itertools.pairwise(cuts))
     assert [n for n in before if values.is_random(n)] == [n for n in after if values.is_random(n)]
-    found = zip(expected, all_of(outlined, args), strict=True)
+    found = zip(expected, all_of(lambda inputs: run(gm, parts, inputs), args), strict=True)
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in found)

@@ -14,7 +14,9 @@ aten = torch.ops.aten
 
 
 def partition(gm, **settings):
-    return run_passes([Partition(**{"min_partition_ops": 1, **settings})], gm, CONTEXT)
+    found = run_passes([Partition(**{"min_partition_ops": 1, **settings})], gm, CONTEXT)
+    assert not any(tag.captured for tag, _ in found)
+    return [reason for _, reason in found]
 
 
 def order(gm):

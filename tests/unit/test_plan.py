@@ -1,4 +1,4 @@
-"""From outlined graphs to plans: slots, order, drops, constants."""
+"""From the parts of graphs to plans: slots, order, drops, constants."""
 
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -19,16 +19,12 @@ from tests.graphs import sync_between
 CPU = torch.device("cpu")
 
 
-def outlined(fn, *args, unsafe=(), mode="fake"):
+def plan_of(fn, *args, visible, mode="fake"):
     gm = make_fx(fn, tracing_mode=mode)(*args)
-    run_passes([Partition(frozenset(unsafe), 1)], gm, PassContext(CPU, "graph", "forward"))
-    gm = outline(gm)
-    runs = {
-        name: lambda values, part=part: part(*values)
-        for name, part in gm.named_children()
-        if isinstance(part, torch.fx.GraphModule)
-    }
-    return gm, runs
+    run_passes([Partition(frozenset(), 1)], gm, PassContext(CPU, "graph", "forward"))
+    parts = outline(gm)
+    runs = {part.name: lambda values, part=part: part.gm(*values) for part in parts}
+    return build_plan(gm, parts, runs, frozenset(visible))
 
 
 def steps_of(plan):
@@ -36,8 +32,7 @@ def steps_of(plan):
 
 
 def test_the_plan_of_an_outlined_graph():
-    gm, runs = outlined(sync_between, torch.ones(4, 4), torch.ones(4, 4))
-    plan = build_plan(gm, runs, frozenset({0, 2}))
+    plan = plan_of(sync_between, torch.ones(4, 4), torch.ones(4, 4), visible={0, 2})
     assert steps_of(plan) == [
         ("captured_0", (0, 1), (2, 3, 4), (0, 1)),
         ("eager_1", (2,), (5,), (2,)),
@@ -57,8 +52,7 @@ def constants(x, w):
 @pytest.mark.parametrize("fn", [sync_between, host_numbers, constants])
 @pytest.mark.parametrize("mode", ["fake", "symbolic"])
 def test_a_plan_computes_what_the_graph_does(fn, mode):
-    gm, runs = outlined(fn, torch.ones(4, 4), torch.ones(4, 4), mode=mode)
-    plan = build_plan(gm, runs, frozenset({0, 1}))
+    plan = plan_of(fn, torch.ones(4, 4), torch.ones(4, 4), visible={0, 1}, mode=mode)
     args = [torch.randn(4, 4), torch.randn(4, 4)]
     args = args if plan.num_inputs == 2 else [4, *args]
     torch.testing.assert_close(Executor(plan, None)([*args]), [*fn(*args[-2:])], rtol=0, atol=0)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import cgpass
-from cgpass.compile.compilers import Compiler
+from cgpass.compile.assembly import GraphBuilder
 from cgpass.runtime.capturing import is_capturing_here
 from cgpass.telemetry import progress
 
@@ -113,12 +113,12 @@ def waits(x):
 def test_compilations_and_recordings(terminal, monkeypatch):
     shown = []
 
-    def slowly(self, gm, static, run=Compiler.captured):
+    def slowly(self, gm, static, run=GraphBuilder._compile_part):
         number = 1 + 2 * len(shown)  # the second is eager
         shown.append(terminal.wait_for(f"partition {number} "))
         return run(self, gm, static)
 
-    monkeypatch.setattr(Compiler, "captured", slowly)
+    monkeypatch.setattr(GraphBuilder, "_compile_part", slowly)
     torch.compiler.reset()
     options = {"driver": "simulated", "compiler": "eager", "on_skip": "silent"}
 

@@ -10,7 +10,6 @@ import torch
 
 from cgpass import torch_private
 from cgpass.compile.assembly import passes_for
-from cgpass.compile.facts.partition_tag import get_reason
 from cgpass.compile.facts.target import Target
 from cgpass.compile.passes.base import PassContext, run_passes
 from cgpass.options import Options
@@ -91,13 +90,12 @@ def test_collectives_run_between_graphs_where_they_may_not_be_captured(environme
     environment.setenv(NAME, "0" if safe else "1")
     gm = fake_cuda_graph(communicating, (4,))
     passes = passes_for(gm, Options(), Target(CUDA, records=True))
-    run_passes(passes, gm, PassContext(CUDA, "graph", "forward"))
-    refused = [node.name for node in gm.graph.nodes if get_reason(node) is not None]
-    assert refused == ([] if safe else ["all_reduce", "wait_tensor"])
+    found = [reason for _, reason in run_passes(passes, gm, PassContext(CUDA, "graph", "forward"))]
+    names = ["_c10d_functional.all_reduce.default", "_c10d_functional.wait_tensor.default"]
+    assert [reason.op for reason in found] == ([] if safe else names)
     if not safe:
-        (node,) = gm.graph.find_nodes(op="call_function", target=functional.all_reduce.default)
-        line = get_reason(node).line
-        assert str(get_reason(node)) == (
+        line = found[0].line
+        assert str(found[0]) == (
             f"_c10d_functional.all_reduce.default{f' at {line}' if line else ''}: NCCL would register its buffers, which "
             "lie in expandable segments: that corrupts memory [expandable_segments]; set NCCL_GRAPH_REGISTER=0 in the "
             "environment, import cgpass before the first process group is made, or turn expandable_segments off"

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 import cgpass
 from cgpass import torch_private
-from cgpass.compile import compilers
-from cgpass.compile.compilers import GraphCache
+from cgpass.compile import cache as cache_module
+from cgpass.compile.cache import GraphCache
 from cgpass.options import Options
 from cgpass.torch_private import kept_graphs
 from tests.operators import doubling
@@ -290,15 +290,15 @@ def test_a_key_is_the_same_for_the_same_alone():
 
 @pytest.mark.parametrize("room", ["compile", "torch_private"])
 def test_what_another_version_of_cgpass_kept_is_not_read(monkeypatch, tmp_path, room):
-    monkeypatch.setattr(compilers, "__file__", str(tmp_path / "compile" / "compilers.py"))
+    monkeypatch.setattr(cache_module, "__file__", str(tmp_path / "compile" / "cache.py"))
     for name in ("compile", "torch_private"):
         (tmp_path / name).mkdir()
-    compilers._own_code.cache_clear()
+    cache_module._own_code.cache_clear()
     key = key_of(sine, X)
     (tmp_path / room / "added.py").write_text("cut = None")
-    compilers._own_code.cache_clear()
+    cache_module._own_code.cache_clear()
     assert None is not key != key_of(sine, X)
-    compilers._own_code.cache_clear()
+    cache_module._own_code.cache_clear()
 
 
 doubled = doubling("doubled")

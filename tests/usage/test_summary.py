@@ -65,7 +65,7 @@ def test_a_graph_that_launches_nothing_is_no_skip(caplog):
     assert counters["skips"] == counters["plain_calls"] == counters["replays"] == 0
     (record,) = [r for r in caplog.records if "runs without CUDA graphs" in r.getMessage()]
     assert record.levelno == logging.INFO
-    assert record.getMessage().startswith("the inference graph of test_summary.py:")
+    assert record.getMessage().startswith("inference of test_summary.py:")
 
 
 def test_calls_that_ran_without_a_graph_are_named():

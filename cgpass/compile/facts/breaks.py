@@ -17,7 +17,7 @@ from torch import fx
 
 from cgpass import torch_private
 from cgpass.compile.facts import op_tables
-from cgpass.compile.facts.lines import function_name
+from cgpass.compile.facts.lines import function_name, place_of
 from cgpass.telemetry.reason import OTHER_FIXES, OTHER_OPTIONS, Reason
 from cgpass.telemetry.summaries import GraphSummary
 
@@ -92,11 +92,6 @@ def graph_break_of(gm: fx.GraphModule) -> Reason | None:
     if str(found.reason) == "step_unsupported":  # all from there on is left to eager
         return _cut_short(stack[-1] if stack else None)
     return _of_stack(str(found.reason), stack)
-
-
-def place_of(line: str | None) -> str:
-    """Of a line, `model.py:41`."""
-    return (line or "").partition(" in ")[0].partition(": ")[0]
 
 
 def reason_of(text: str, line: str | None) -> Reason:

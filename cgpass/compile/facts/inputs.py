@@ -1,6 +1,6 @@
 """Tells static inputs of a graph, values in the pool, and those that are new in every call."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -102,31 +102,19 @@ def _base(node: fx.Node) -> fx.Node:
 
 
 def value_kinds(
-    gm: fx.GraphModule,
-    placeholder_kinds: Mapping[str, InputKind],
-    copies: Collection[str] = (),
+    gm: fx.GraphModule, placeholder_kinds: Mapping[str, InputKind]
 ) -> dict[str, InputKind]:
     """Return the kind that each value of a graph with partition tags has as an input of a partition, by node name.
 
     A view lies where the value lies that it views, through any number of views. Tensor inputs that are not among
-    `placeholder_kinds` are copied; `copies` are copied before the partitions get them, whatever they shared memory with
-    when the graph was traced.
+    `placeholder_kinds` are copied.
     """
-    by_storage: dict[int, InputKind] = {}
     found: dict[str, InputKind] = {}
-    in_copies: set[str] = set()  # the copies, and what views them
     for node in gm.graph.nodes:
         keys = values.storage_keys(node)
-        bases = (arg for arg in node.all_input_nodes if arg.name in in_copies)
-        if node.name in copies or any(keys & values.storage_keys(base) for base in bases):
-            in_copies.add(node.name)
-            found[node.name] = InputKind.COPIED
-            continue
-        known = (by_storage[key] for key in keys if key in by_storage)
-        kind = next(known, None) or _own_kind(node, placeholder_kinds)
-        for key in keys:
-            by_storage.setdefault(key, kind)
-        found[node.name] = kind
+        bases = (arg for arg in node.all_input_nodes if keys & values.storage_keys(arg))
+        base = next(bases, None)
+        found[node.name] = _own_kind(node, placeholder_kinds) if base is None else found[base.name]
     return found
 
 

@@ -29,6 +29,11 @@ def function_name(name: str) -> str:
     return "<lambda>" if name == "_lambda_" else name
 
 
+def place_of(line: str | None) -> str:
+    """Of a line, `model.py:41`."""
+    return (line or "").partition(" in ")[0].partition(": ")[0]
+
+
 def user_line(node: fx.Node) -> str | None:
     """Return the user's line of a node: `model.py:41 in forward: code`, or else `module layers.0 (Linear)`."""
     found = None
@@ -58,7 +63,7 @@ def spans(gm: fx.GraphModule) -> str | None:
     lines = [line for line in map(user_line, calls) if line is not None]
     if not lines:
         return None
-    first, last = (line.partition(": ")[0].partition(" in ")[0] for line in (lines[0], lines[-1]))
+    first, last = place_of(lines[0]), place_of(lines[-1])
     return lines[0] if first == last else f"{first} to {last}"
 
 

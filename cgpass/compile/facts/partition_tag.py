@@ -4,12 +4,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from cgpass.telemetry.reason import Reason
-
 KEY = "cgpass"
 """Key of `node.meta`: the tag."""
-_REASON_KEY = "cgpass_reason"
-"""Key of `node.meta`: why the node is eager."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +26,6 @@ def get_tag(node: fx.Node) -> PartitionTag | None:
     return node.meta.get(KEY)
 
 
-def set_tag(node: fx.Node, tag: PartitionTag, reason: Reason | None = None) -> None:
-    """Put `node` into a partition, with the reason if it is eager."""
-    node.meta.update({KEY: tag, _REASON_KEY: reason})
-
-
-def get_reason(node: fx.Node) -> Reason | None:
-    """Why `node` is eager, None if it is not or has its producer's reason."""
-    return node.meta.get(_REASON_KEY)
+def set_tag(node: fx.Node, tag: PartitionTag) -> None:
+    """Put `node` into a partition."""
+    node.meta[KEY] = tag

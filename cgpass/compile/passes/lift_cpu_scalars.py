@@ -159,30 +159,37 @@ class _Lift:
 
     def _lift(self, source: fx.Node, reader: fx.Node) -> fx.Node:
         """Return the node that replaces a CPU scalar on the device."""
-        if source in self._lifted:
-            return self._lifted[source]
-        with torch_private.mode_of(source.meta["val"]):
-            value = torch.empty_like(source.meta["val"], device=self._device)
+        if source not in self._lifted:
+            with torch_private.mode_of(source.meta["val"]):
+                value = torch.empty_like(source.meta["val"], device=self._device)
+            self._lifted[source] = lifted = self._on_device(source)
+            inherit_meta(lifted, reader if source.op == "placeholder" else source, value)
+        return self._lifted[source]
+
+    def _on_device(self, source: fx.Node) -> fx.Node:
         constant = self._constant(source)
         if constant is not None:
-            lifted = self._moved(constant, source, value)
-        elif _is_filled(source):
-            size, number = list(value.shape), _FILLED[source.target](source)
+            return self._moved(constant, source)
+        if _is_filled(source):
+            value, number = source.meta["val"], _FILLED[source.target](source)
             like = {"dtype": value.dtype, "layout": torch.strided, "device": self._device}
-            lifted = self._call(
-                aten.full.default, size, number, before=source, of=source, value=value, **like
-            )
-        elif source.op != "placeholder" and self._is_argument(source):
+            with self._graph.inserting_before(source):
+                return self._graph.call_function(aten.full.default, ([*value.shape], number), like)
+        if source.op != "placeholder" and self._is_argument(source):
             args = {arg: self._lift(arg, source) for arg in source.all_input_nodes}
             with self._graph.inserting_after(source):
                 lifted = self._graph.node_copy(source, args.__getitem__)
             if "device" in lifted.kwargs:
                 lifted.update_kwarg("device", self._device)
-            inherit_meta(lifted, source, value)
-        else:
-            lifted = self._copied(source, reader, value)
-        self._lifted[source] = lifted
-        return lifted
+            return lifted
+        is_input = source.op == "placeholder"
+        after = self._graph.find_nodes(op="placeholder")[-1] if is_input else source
+        # Pageable memory is staged before the call returns, and nothing waits for the device.
+        kwargs: dict[str, Any] = {"device": self._device, "non_blocking": True}
+        with self._graph.inserting_after(after):
+            copy = self._graph.call_function(aten._to_copy.default, (source,), kwargs)
+        copy.meta[LIFTED] = True
+        return copy
 
     def _is_argument(self, node: fx.Node) -> bool:
         """Tell if a CPU scalar is an input as it was when the call began, or is computed from such alone."""
@@ -219,47 +226,13 @@ class _Lift:
         is_known = isinstance(found, torch.Tensor) and not torch_private.is_fake(found)
         return found if is_known else None
 
-    def _moved(self, constant: torch.Tensor, stands_for: fx.Node, value: torch.Tensor) -> fx.Node:
+    def _moved(self, constant: torch.Tensor, stands_for: fx.Node) -> fx.Node:
         name = f"{stands_for.name}_on_{self._device.type}"
         while hasattr(self._gm, name):
             name += "_"
-        moved = move_constant(constant, self._device)
-        self._gm.register_buffer(name, moved, persistent=False)
+        self._gm.register_buffer(name, move_constant(constant, self._device), persistent=False)
         with self._graph.inserting_before(stands_for):
-            node = self._graph.get_attr(name)
-        inherit_meta(node, stands_for, value)
-        return node
-
-    def _copied(self, source: fx.Node, reader: fx.Node, value: torch.Tensor) -> fx.Node:
-        is_input = source.op == "placeholder"
-        after = self._graph.find_nodes(op="placeholder")[-1] if is_input else source
-        node = self._call(
-            aten._to_copy.default,
-            source,
-            before=after.next,
-            of=reader if is_input else source,
-            value=value,
-            device=self._device,
-            # Pageable memory is staged before the call returns, and nothing waits for the device.
-            non_blocking=True,
-        )
-        node.meta[LIFTED] = True
-        return node
-
-    def _call(
-        self,
-        target: Any,
-        *args: Any,
-        before: fx.Node,
-        of: fx.Node,
-        value: torch.Tensor,
-        **kwargs: Any,
-    ) -> fx.Node:
-        """A new call with the meta of another node."""
-        with self._graph.inserting_before(before):
-            node = self._graph.call_function(target, args, kwargs)
-        inherit_meta(node, of, value)
-        return node
+            return self._graph.get_attr(name)
 
 
 def _is_cpu_tensor(node: fx.Node) -> bool:

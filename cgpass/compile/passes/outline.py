@@ -1,8 +1,9 @@
-"""Turn each partition of a tagged graph into a submodule."""
+"""Turn each partition of a tagged graph into a graph of its own."""
 
 import itertools
-import operator
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import sympy
 import torch
@@ -11,17 +12,70 @@ from torch import fx
 from cgpass import torch_private
 from cgpass.compile.facts import values
 from cgpass.compile.facts.capturability import is_argument
-from cgpass.compile.facts.partition_tag import KEY, PartitionTag, get_tag, set_tag
+from cgpass.compile.facts.partition_tag import KEY, PartitionTag, get_tag
+from cgpass.compile.passes.base import graph_text
 
 
-def outline(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a module that only calls submodules `captured_<i>` and `eager_<i>`, one for each partition of a tagged graph.
+@dataclass(frozen=True)
+class Part:
+    """One partition as a graph of its own."""
 
-    Each returns a tuple, and takes every backed symbol that its values mention, then its inputs in the order of their
-    first use. Attributes and host scalars are copied into each submodule that uses them; CPU scalars on the device are
-    made first of all. Names and meta of nodes stay.
+    tag: PartitionTag
+    gm: fx.GraphModule
+    """Takes every backed symbol that its values mention, then its inputs in the order of their first use; returns a tuple."""
+    inputs: tuple[fx.Node, ...]
+    """Values of the whole graph: each is an input of that, made by a partition before, an attribute or a number."""
+    outputs: tuple[fx.Node, ...]
+    """The same, made here and needed elsewhere."""
+
+    @property
+    def name(self) -> str:
+        """Return `captured_<i>` or `eager_<i>`."""
+        return str(self.tag)
+
+    def __str__(self) -> str:
+        names = ", ".join(node.name for node in self.inputs)
+        return f"{self.name}({names}):\n{textwrap.indent(graph_text(self.gm), '    ')}"
+
+
+def outline(gm: fx.GraphModule) -> list[Part]:
+    """Make each partition of a tagged graph a graph of its own, in order.
+
+    Attributes and host scalars are copied into each that uses them; CPU scalars on the device are inputs, made first of
+    all. Names and meta of nodes stay.
     """
-    return _Outliner(gm).run()
+    partitions: dict[PartitionTag, list[fx.Node]] = {}
+    for node in gm.graph.nodes:
+        if (tag := get_tag(node)) is not None:
+            partitions.setdefault(tag, []).append(node)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    scalars = filter(values.is_host_scalar, gm.graph.nodes)
+    symbols = ((values.symbol_of(n.meta.get("val")), n) for n in (*placeholders, *scalars))
+    providers = [(symbol, node) for symbol, node in symbols if symbol is not None]
+    available = dict.fromkeys([*placeholders, *filter(is_argument, gm.graph.nodes)])
+    bodies: dict[PartitionTag, _Body] = {}
+    for tag, nodes in partitions.items():
+        bodies[tag] = _Body(gm, nodes, _among(providers, available))
+        available.update(dict.fromkeys(nodes))
+    needed = _behind(map(resolve, gm.graph.output_node().all_input_nodes))
+    for body in bodies.values():
+        needed.update(_behind(body.inputs))
+    return [
+        body.finish(tag, [node for node in partitions[tag] if node in needed])
+        for tag, body in bodies.items()
+    ]
+
+
+def _among(
+    providers: Iterable[tuple[sympy.Symbol, fx.Node]], available: Mapping[fx.Node, None]
+) -> dict[sympy.Symbol, fx.Node]:
+    """The symbols that can be had from `available` values, each by the first node that provides it."""
+    found: dict[sympy.Symbol, fx.Node] = {}
+    for symbol, provider in providers:
+        made_of = (n for n in _behind([provider]) if not values.is_host_scalar(n))
+        if all(node in available or node.op == "get_attr" for node in made_of):
+            found.setdefault(symbol, provider)
+    return found
 
 
 def _written_input(node: fx.Node) -> fx.Node | None:
@@ -34,84 +88,11 @@ def _written_input(node: fx.Node) -> fx.Node | None:
     return next(iter(values.mutated_inputs(node)), None)
 
 
-def _resolve(node: fx.Node) -> fx.Node:
+def resolve(node: fx.Node) -> fx.Node:
     """The node that a value is known by outside its partition: in-place results are their input."""
     while (written := _written_input(node)) is not None:
         node = written
     return node
-
-
-class _Outliner:
-    def __init__(self, gm: fx.GraphModule) -> None:
-        self._gm = gm
-        self._partitions: dict[PartitionTag, list[fx.Node]] = {}
-        for node in gm.graph.nodes:
-            if (tag := get_tag(node)) is not None:
-                self._partitions.setdefault(tag, []).append(node)
-        self._graph = fx.Graph()
-        self._outer: dict[fx.Node, fx.Node] = {}
-        self._modules: dict[str, object] = {}
-        scalars = filter(values.is_host_scalar, gm.graph.nodes)
-        nodes = [*gm.graph.find_nodes(op="placeholder"), *scalars]
-        symbols = ((values.symbol_of(node.meta.get("val")), node) for node in nodes)
-        self._providers = [(symbol, node) for symbol, node in symbols if symbol is not None]
-        """The nodes that symbols can be taken from, placeholders first."""
-
-    def run(self) -> fx.GraphModule:
-        for node in self._gm.graph.find_nodes(op="placeholder"):
-            self._outer[node] = self._graph.node_copy(node)
-        for node in filter(is_argument, self._gm.graph.nodes):
-            self._value(node)  # before what writes the input that it is made of
-        bodies: dict[PartitionTag, _Body] = {}
-        available = dict.fromkeys(self._outer)
-        for tag, nodes in self._partitions.items():
-            bodies[tag] = _Body(self._gm, nodes, self._providers_among(available))
-            available.update(dict.fromkeys(nodes))
-        output = self._gm.graph.output_node()
-        needed = _behind(map(_resolve, output.all_input_nodes))
-        for body in bodies.values():
-            needed.update(_behind(body.inputs))
-        for tag, body in bodies.items():
-            self._call(tag, body, [node for node in self._partitions[tag] if node in needed])
-        results = fx.map_arg(output.args[0], lambda arg: self._value(_resolve(arg)))
-        self._graph.output(results).meta = dict(output.meta)
-        for node in self._graph.find_nodes(op="get_attr"):
-            self._modules[str(node.target)] = values.attribute(self._gm, str(node.target))
-        name = type(self._gm).__name__
-        outlined = torch_private.lazy_graph_module(self._modules, self._graph, name)
-        outlined.training = self._gm.training
-        outlined.meta.update(self._gm.meta)
-        return outlined
-
-    def _providers_among(self, available: Mapping[fx.Node, None]) -> dict[sympy.Symbol, fx.Node]:
-        """The symbols that can be had from `available` values."""
-        found: dict[sympy.Symbol, fx.Node] = {}
-        for symbol, provider in self._providers:
-            made_of = (n for n in _behind([provider]) if not values.is_host_scalar(n))
-            if all(node in available or node.op == "get_attr" for node in made_of):
-                found.setdefault(symbol, provider)
-        return found
-
-    def _call(self, tag: PartitionTag, body: "_Body", outputs: list[fx.Node]) -> None:
-        name = str(tag)
-        inputs = tuple(self._value(node) for node in body.inputs)
-        self._modules[name] = body.finish(outputs, name)
-        call = self._graph.create_node("call_module", name, inputs, name=name)
-        call.meta["val"] = tuple(node.meta.get("val") for node in outputs)
-        set_tag(call, tag)
-        for position, node in enumerate(outputs):
-            args = call, position
-            item = self._graph.create_node("call_function", operator.getitem, args, name=node.name)
-            item.meta = _carried(node)
-            self._outer[node] = item
-
-    def _value(self, node: fx.Node) -> fx.Node:
-        """Return the node that replaces `node` in the outer graph; attributes and host scalars on first use."""
-        if node not in self._outer:
-            for arg in node.all_input_nodes:
-                self._value(_resolve(arg))
-            self._outer[node] = self._graph.node_copy(node, lambda n: self._outer[_resolve(n)])
-        return self._outer[node]
 
 
 class _Body:
@@ -140,7 +121,7 @@ class _Body:
         if node in self._inside:
             return self._inside[node]
         is_scalar = values.is_host_scalar(node)
-        source = _resolve(node)
+        source = resolve(node)
         if is_scalar and (symbol := values.symbol_of(node.meta.get("val"))) is not None:
             source = self._providers.get(symbol, node)
         if source is not node:
@@ -160,11 +141,12 @@ class _Body:
         self._inside[node] = self._graph.node_copy(node, self._value)
         self._inside[node].meta.pop(KEY, None)
 
-    def finish(self, outputs: Iterable[fx.Node], name: str) -> fx.GraphModule:
+    def finish(self, tag: PartitionTag, outputs: Sequence[fx.Node]) -> Part:
         results = tuple(map(self._value, outputs))
         self._graph.output(results).meta["val"] = tuple(node.meta.get("val") for node in results)
         self._graph.lint()
-        return torch_private.lazy_graph_module(self._gm, self._graph, name)
+        gm = torch_private.lazy_graph_module(self._gm, self._graph, str(tag))
+        return Part(tag, gm, tuple(self.inputs), tuple(outputs))
 
 
 def _behind(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
@@ -176,7 +158,7 @@ def _behind(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
         if node not in found:
             found[node] = None
             if values.is_host_scalar(node):
-                left.extend(map(_resolve, node.all_input_nodes))
+                left.extend(map(resolve, node.all_input_nodes))
     return found
 
 

@@ -7,6 +7,13 @@ Note [Fewest switches]
     reader needs it before: gathered at the beginning, casts of weights and recomputed values would take memory. Early
     stages are for graphs in which they leave so little to a later one that it is not worth a partition. A partition is
     worth `min_partition_ops` operators: an order that leaves more of them eager than it saves partitions is no better.
+
+Note [A partition joins what it starts]
+    A collective runs on a stream of its own, and `wait_tensor` has the current stream wait for it: through a table on
+    the host of which result is whose work. A replay changes no table. So a wait in one partition for what another one
+    started would find nothing to wait for and read too early, and a capture that leaves work unjoined is none. Inside
+    of a partition the wait stays where it was, for the work to overlap with what lies between; where there is none, one
+    comes last.
 """
 
 import itertools
@@ -15,13 +22,14 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import fx
 
 from cgpass.compile.facts import values
 from cgpass.compile.facts.capturability import is_passive, why_not_capturable
 from cgpass.compile.facts.lines import user_line
-from cgpass.compile.facts.partition_tag import PartitionTag, set_tag
-from cgpass.compile.passes.base import Pass, PassContext
+from cgpass.compile.facts.partition_tag import KEY, PartitionTag, get_tag, set_tag
+from cgpass.compile.passes.base import Pass, PassContext, inherit_meta
 from cgpass.telemetry.reason import OTHER_FIXES, Reason, many
 
 
@@ -29,8 +37,9 @@ from cgpass.telemetry.reason import OTHER_FIXES, Reason, many
 class Partition(Pass):
     """Reorder the nodes for few boundaries and tag each with its partition.
 
-    Dependencies, mutations, random numbers, collectives and side effects keep their order. Notes:
-    a `Reason` for each eager operator, in order (`getitem` has its producer's); each is also noted at the operator.
+    Dependencies, mutations, random numbers, collectives and side effects keep their order. Each partition waits for the
+    collectives that it starts. Notes: a `Reason` for each eager operator, in order (`getitem` has its producer's), with
+    its partition.
     """
 
     name: ClassVar[str] = "partition"
@@ -42,7 +51,7 @@ class Partition(Pass):
     collectives: bool = True
     """True if collectives may be captured."""
 
-    def run(self, gm: fx.GraphModule, ctx: PassContext) -> list[Reason]:
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> list[tuple[PartitionTag, Reason]]:
         """Tag `gm`'s nodes, in an order with few boundaries."""
         reasons = {
             node: why_not_capturable(
@@ -66,13 +75,14 @@ class Partition(Pass):
         segments = min(cuts, key=lambda cut: (_launched(cut, work, minimum), len(cut)))
         if len(segments) > 1:
             _reorder(gm, [node for segment in segments for group, _ in segment for node in group])
+        notes: list[tuple[PartitionTag, Reason]] = []
         for index, segment in enumerate(segments):
             tag = PartitionTag(index, captured=segment[0][1] is None)
-            for (first, *others), reason in segment:
-                set_tag(first, tag, reason)
-                for node in others:
-                    set_tag(node, tag)
-        return [reason for segment in segments for _, reason in segment if reason is not None]
+            notes += [(tag, reason) for _, reason in segment if reason is not None]
+            for node in itertools.chain.from_iterable(group for group, _ in segment):
+                set_tag(node, tag)
+        join_collectives(gm)
+        return notes
 
 
 Group = tuple[fx.Node, ...]
@@ -263,3 +273,40 @@ def _stages(
         for b in predecessors[at]:
             latest[b] = min(latest[b], late[at] - (captured[b] != captured[at]))
     return late, early
+
+
+def join_collectives(gm: fx.GraphModule) -> None:
+    """Wait at the end of a partition for what it started and nothing in it waits for.
+
+    What later partitions, or the caller, wait for once more is there already.
+    """
+    tagged = [node for node in gm.graph.nodes if get_tag(node) is not None]
+    started = filter(values.starts_collective, tagged)
+    results = [result for node in started for result in _results(node)]
+    last = {get_tag(node): node for node in gm.graph.nodes}
+    for result in results:
+        wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+        tag = result.meta[KEY]
+        inside = [user for user in result.users if get_tag(user) == tag]
+        if any(user.target is wait_tensor for user in inside):
+            continue
+        with gm.graph.inserting_after(last[tag]):
+            wait = gm.graph.call_function(wait_tensor, (result,))
+        inherit_meta(wait, result, result.meta["val"])
+        set_tag(wait, tag)
+        result.replace_all_uses_with(wait, lambda user, kept=(*inside, wait): user not in kept)
+        last[tag] = wait
+
+
+def _results(node: fx.Node) -> list[fx.Node]:
+    """The nodes that stand for the tensors that a collective returns; adds those that nobody reads."""
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor):
+        return [node]
+    found = [user for user in node.users if user.target is operator.getitem]
+    for position in {*range(len(value))} - {user.args[1] for user in found}:
+        with node.graph.inserting_after(node):
+            found.append(node.graph.call_function(operator.getitem, (node, position)))
+        inherit_meta(found[-1], node, value[position])
+        set_tag(found[-1], node.meta[KEY])
+    return found
