@@ -402,8 +402,10 @@ class Pair:
         saved: list[Any] = self._constants.copy()
         for i, (number, k) in self._homes.items():
             saved[i] = torch_private.on_storage(held[k], tensors[number])
-        for i, alias in self._views.items():
-            saved[i] = alias.of(call.members[alias.index - self._num_inputs])
+        inputs = [*[None] * self._num_inputs, *call.members]
+        views = fast.views(inputs, [alias.view for alias in self._views.values()])
+        for i, view in zip(self._views, views, strict=True):
+            saved[i] = view
         return saved
 
     def run_weight_grads(self, call: Call) -> None:

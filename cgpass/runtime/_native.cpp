@@ -399,19 +399,25 @@ std::vector<int64_t> numbers_of(PyObject* tuple) {
   return out;
 }
 
-// views(args, specs): parts of inputs' storages, aliases as detach() makes them. See ViewSpec.
+// views(args, specs): parts of inputs' storages, aliases as detach() makes them. See fast.ViewSpec.
 PyObject* views(PyObject* const* args) {
   const Items values(args[0]), specs(args[1]);
   return list_of(specs.size, [&](Py_ssize_t k) {
     const Items spec(specs[k]);
-    const at::Tensor& base = values.tensor(spec.number(0));
-    const std::vector<int64_t> size = numbers_of(spec[1]), stride = numbers_of(spec[2]);
-    const int64_t offset = base.storage_offset() + spec.number(3);
-    const size_t bytes = at::detail::computeStorageNbytes(size, stride, base.itemsize(), offset);
-    TORCH_CHECK(offset >= 0 && bytes <= base.storage().nbytes(), "view out of the bounds of its storage");
+    const at::Tensor &base = values.tensor(spec.number(0)), &like = spec.tensor(1);
+    const int64_t first = base.storage_offset() * static_cast<int64_t>(base.itemsize()) + spec.number(2);
+    const int64_t item = static_cast<int64_t>(like.itemsize()), offset = first / item;
+    TORCH_CHECK(
+        first % item == 0, "an input is returned as torch.", torch::getTHPDtype(like.scalar_type())->name,
+        ": the byte of its storage that it begins at must be divisible by ", item, ", but is ", first);
+    const size_t bytes = at::detail::computeStorageNbytes(like.sizes(), like.strides(), item, offset);
+    TORCH_CHECK(first >= 0 && bytes <= base.storage().nbytes(), "view out of the bounds of its storage");
     auto* original = base.unsafeGetTensorImpl();
     auto view = original->shallow_copy_and_detach(original->version_counter(), true);
-    view->set_sizes_and_strides(size, stride, offset);
+    view->set_storage_and_dtype(base.storage(), like.dtype());
+    view->_set_conj(like.is_conj());
+    view->_set_neg(like.is_neg());
+    view->set_sizes_and_strides(like.sizes(), like.strides(), offset);
     return THPVariable_Wrap(at::Tensor(std::move(view)));
   });
 }

@@ -21,8 +21,8 @@ import torch
 
 from cgpass import torch_private
 
-ViewSpec = tuple[int, tuple[int, ...], tuple[int, ...], int]
-"""Position of an input, size and stride of a view of it, elements from the input's first to the view's."""
+ViewSpec = tuple[int, torch.Tensor, int]
+"""Position of an input, what a view of it is laid out as, bytes from the input's first element to the view's."""
 Watch = tuple[tuple[torch.UntypedStorage, ...], bytes]
 """Storages, and three 64-bit integers for each: StorageImpl, address and number of users that it should have."""
 

@@ -138,13 +138,11 @@ class Recording:
         self.viewed = frozenset(a.index for a in aliases.values() if not a.identity)
         """Inputs that outputs are views of; such outputs are laid out as if the inputs were as they were."""
         same = {n: a.index for n, a in aliases.items() if a.identity}
-        views = {n: a.view for n, a in aliases.items() if a.view is not None and not a.identity}
-        others = {n: a for n, a in aliases.items() if n not in same | views}
+        views = {n: a.view for n, a in aliases.items() if not a.identity}
         self._same_of, self._views = fast.taker(tuple(same.values())), tuple(views.values())
-        self._other_aliases = list(others.values())
         constants = [n for n in range(count) if n not in own | aliases]
         self._constants = [self._outputs[n] for n in constants]
-        made = [*same, *views, *others, *constants]
+        made = [*same, *views, *constants]
         places = own | {n: num_own + k for k, n in enumerate(made)}
         self._own_at = tuple(own)
         self._arrange = fast.taker(tuple(places[n] for n in range(count)))
@@ -162,7 +160,7 @@ class Recording:
         **Lifetime:** tensors returned are fresh aliases of pool memory: the next replay of this recording writes
         over them, unless `Owner.is_safe` is asked first.
         """
-        others = [a.of(args[a.index]) for a in self._other_aliases]  # may raise: nothing is written
+        views = fast.views(args, self._views)  # may raise: nothing is written
         copy_in(self._copies, args)
         self.replay()
         for i, placeholder in self._write_back:
@@ -170,7 +168,7 @@ class Recording:
         if self.counted:
             written = [args[i] for i in self.counted if not args[i].is_inference()]
             torch.autograd.graph.increment_version(written)
-        given = [*self._same_of(args), *fast.views(args, self._views), *others, *self._constants]
+        given = [*self._same_of(args), *views, *self._constants]
         return self._arrange([*self.memory.aliases(), *given])
 
     def copy_out(self, results: list[Any]) -> int:
