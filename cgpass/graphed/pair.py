@@ -128,8 +128,11 @@ class Pair:
         forward.hand_out(first)
         self._written = [i for i in sorted(forward.written) if i < end]
         self._counted = [k for k in range(len(members)) if end + k in graph.written]
-        self._given = [n for n in forward.aliases if n in graph.with_grad]
-        self._strides = [(i, inputs[i].stride()) for i in forward.viewed if i < end]
+        shown = {n: alias for n, alias in forward.views.items() if n < first}
+        self._given = [n for n in shown if n in graph.with_grad]
+        viewed = {a.index for a in shown.values() if not a.identity and a.index < end}
+        self._strides = [(i, inputs[i].stride()) for i in viewed]
+        """Of arguments that results are views of; these are laid out as if the arguments were as they were."""
         blocks = forward.memory.blocks()
         own = {n: k for n, k in forward.own.items() if k in blocks}
         self._kept = sorted({blocks[k] for n, k in own.items() if n >= first})

@@ -53,7 +53,8 @@ class Layout:
         """Static inputs whose addresses belong to the key."""
         self.static = (*self.checked, *self.pooled)
         self.seeds = tuple(i for i, info in enumerate(infos) if info.is_seed)
-        self.mutated = tuple(i for i, info in enumerate(infos) if info.mutated)
+        self.mutated = frozenset(i for i, info in enumerate(infos) if info.mutated)
+        """Inputs that are written: those that plain calls and recordings turn out to write, too, where nobody told."""
         self.objects = positions(InputKind.GENERATOR, InputKind.OPAQUE)
         self.in_place = positions(InputKind.IN_PLACE)
         self._values = positions(InputKind.SYMINT)

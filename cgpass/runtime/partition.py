@@ -119,8 +119,6 @@ class PartitionRunner:
     """Outputs that the user gets, None for all; to be set before the first call."""
     read: frozenset[int] = field(default=frozenset(), init=False)
     """Outputs that other partitions or the backward read; to be set before the first call."""
-    written: frozenset[int] = field(default=frozenset(), init=False)
-    """Inputs that plain calls and recordings turned out to write, where nobody told."""
 
     def __post_init__(self, infos: Sequence[InputInfo]) -> None:
         self._traced_as, self.name = self.name, self.source.of(self.name)
@@ -203,7 +201,7 @@ class PartitionRunner:
             if owner.bypassed == "transform":
                 self._say_once("transform", why)
             return self._run_plainly(args, owner.bypassed if why else None, why)
-        if self.check_layout and (shared := shared_with_written(args, self.written)):
+        if self.check_layout and (shared := shared_with_written(args, layout.mutated)):
             tensors = [i for i, value in enumerate(args) if isinstance(value, torch.Tensor)]
             alike = [i for i in tensors if args[i].untyped_storage().data_ptr() in shared]
             why = f"it writes inputs, and these share memory: {describe(layout.infos, alike)}"
@@ -338,7 +336,7 @@ class PartitionRunner:
             else:
                 outputs = driver.warm_up(self.fn, args)
         self._warm_up_ms = (time.perf_counter() - start) * 1e3
-        self.written |= changes.found()
+        self.layout.mutated |= changes.found()
         stats.warmups += why is None
         stats.plain_calls += why is not None
         self.owner.note_plain_results(outputs)
@@ -437,7 +435,7 @@ class PartitionRunner:
 
     def _record_call(
         self, args: list[Any], seen: Seen, found: Found, key: bytes, slot: int
-    ) -> Recording | Plain:
+    ) -> Recording | Plain | None:
         """Record a call, which is to be replayed then; where that fails, run it without a graph."""
         self._unseen = 0
         with self.owner.changing():
@@ -449,7 +447,8 @@ class PartitionRunner:
                     recording = self._attempt(args, found, again)
             if isinstance(recording, Recording):
                 self._add(recording, seen, found, key)
-                return recording
+        if not isinstance(recording, Exception):
+            return recording
         error, recording = recording, None
         try:
             return self._run_without(args, seen, error)
@@ -462,7 +461,7 @@ class PartitionRunner:
         return self.owner.slot_for(len(beside), first=self._first_slot)
 
     def _attempt(self, args: list[Any], found: Found, slot: int) -> Recording | Exception | None:
-        """A recording, what it failed with, or None if this call is none for it."""
+        """A recording, what it failed with, or None if that writes what shares memory: another row is this call's."""
         self._started = time.perf_counter()
         try:
             # Memory of recordings is written in whatever mode later calls come: no inference tensors.
@@ -471,17 +470,14 @@ class PartitionRunner:
                 if not self._ran_here:
                     self.owner.driver.prepare_thread()
                 uses = self.visible, self.read
-                recording = self._recorder.record(
-                    args, slot, uses=uses, copied=found.copied, written=self.written
-                )
+                recording = self._recorder.record(args, slot, uses=uses, copied=found.copied)
         except Exception as error:
             mend(open_modes)
             return error
-        if self.check_layout:
-            self.written |= recording.written
-            if shared_with_written(args, self.written):
-                recording.close(whole_pool=False)
-                return None
+        self.layout.mutated |= recording.written
+        if self.check_layout and shared_with_written(args, self.layout.mutated):
+            recording.close(whole_pool=False)
+            return None
         return recording
 
     @property
@@ -547,10 +543,8 @@ class PartitionRunner:
 
     # ---- captures that fail
 
-    def _run_without(self, args: list[Any], seen: Seen, error: Exception | None) -> Plain:
+    def _run_without(self, args: list[Any], seen: Seen, error: Exception) -> Plain:
         """Make a call that could not be recorded."""
-        if error is None:
-            return self._run_plainly(args)
         unstaged = isinstance(error, StagingError)
         key_alone = unstaged or isinstance(error, torch.OutOfMemoryError)
         nobody_asks = self.on_failure is None and not is_capture_error(error)

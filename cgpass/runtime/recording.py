@@ -133,10 +133,6 @@ class Recording:
         num_own = max(own.values(), default=-1) + 1
         self.memory.hand_out(num_own)
         aliases = {n: alias for n, alias in self.views.items() if n < count}
-        self.aliases = frozenset(aliases)
-        """Outputs that are (views of) inputs."""
-        self.viewed = frozenset(a.index for a in aliases.values() if not a.identity)
-        """Inputs that outputs are views of; such outputs are laid out as if the inputs were as they were."""
         same = {n: a.index for n, a in aliases.items() if a.identity}
         views = {n: a.view for n, a in aliases.items() if not a.identity}
         self._same_of, self._views = fast.taker(tuple(same.values())), tuple(views.values())
@@ -255,13 +251,11 @@ class Recorder:
         *,
         uses: tuple[frozenset[int] | None, frozenset[int]],
         copied: Collection[int] = (),
-        written: Collection[int] = (),
     ) -> Recording:
         """Record one signature; nobody but `args` may hold inputs that are to die inside.
 
-        `uses` are the outputs that the user gets (None: all), and those that others read. `written` are inputs that plain
-        calls wrote, besides those that the layout knows. Raises `CaptureError` where the callable gives an input another
-        shape, and `StagingError` where no placeholder can stand for one.
+        `uses` are the outputs that the user gets (None: all), and those that others read. Raises `CaptureError` where the
+        callable gives an input another shape, and `StagingError` where no placeholder can stand for one.
         """
         owner, layout = self.owner, self.layout
         released = owner.begin_recording(slot)
@@ -294,7 +288,7 @@ class Recorder:
             outputs,
             staged,
             placeholders,
-            frozenset({*layout.mutated, *written, *watched.written()}),
+            layout.mutated | watched.written(),
             *uses,
             consumes=consumes,
             outside=self._outside(watched, outputs, slot) if self.finds_writes else {},

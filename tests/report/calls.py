@@ -76,7 +76,7 @@ def raising():
 
 def sharing():
     run = runner(lambda x, y: [x.add_(1), y * 2], COPIED, COPIED, check_layout=True)
-    run.written = {0}
+    run.layout.mutated = frozenset({0})
     x = torch.ones(4)
     call(run, x[:2], x[1:3])
     return run

@@ -272,7 +272,7 @@ def test_what_is_written_beside_operators_is_found_by_its_bits():
 
     run = runner(fn, COPIED, check_layout=True)
     assert call(run, X.clone()) == [[4, 2]]
-    assert run.written == {0}
+    assert run.layout.mutated == {0}
 
 
 def test_a_recording_that_went_while_another_one_was_moved_is_left_alone():
