@@ -392,13 +392,6 @@ PyObject* copy_out(PyObject* const* args) {
   return PyLong_FromSsize_t(num_bytes);
 }
 
-std::vector<int64_t> numbers_of(PyObject* tuple) {
-  const Items items(tuple);
-  std::vector<int64_t> out(items.size);
-  for (Py_ssize_t k = 0; k < items.size; ++k) out[k] = items.number(k);
-  return out;
-}
-
 // views(args, specs): parts of inputs' storages, aliases as detach() makes them. See fast.ViewSpec.
 PyObject* views(PyObject* const* args) {
   const Items values(args[0]), specs(args[1]);
@@ -805,12 +798,16 @@ struct CompiledFunctionBackward : public PythonNode {
 // unchecked: Tensors to be saved without that.
 // name: What the node is called.
 PyObject* attach(PyObject* const* args) {
-  const Items inputs(args[2]), outputs(args[4]), differentiable(args[5]), checked(args[6]), unchecked(args[7]);
+  const Items inputs(args[2]), positions(args[3]), outputs(args[4]), differentiable(args[5]);
+  const Items checked(args[6]), unchecked(args[7]);
   const char* name = PyUnicode_AsUTF8(args[8]);
   if (name == nullptr) throw python_error();
-  std::vector<int64_t> wanted = numbers_of(args[3]);
+  std::vector<int64_t> wanted;
   variable_list sources;
-  for (const int64_t position : wanted) sources.push_back(inputs.tensor(position));
+  for (Py_ssize_t k = 0; k < positions.size; ++k) {
+    wanted.push_back(positions.number(k));
+    sources.push_back(inputs.tensor(wanted.back()));
+  }
   auto& node = *new CompiledFunctionBackward(edges_to(sources), args[0], args[1]);
   const NodePointer pointer = owner_of(&node);
   node.shown = name;

@@ -13,7 +13,7 @@ Note [A node of our own]
 """
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -43,11 +43,6 @@ def taker(positions: tuple[int, ...]) -> Callable[[Sequence[Any]], list[Any]]:
         return lambda values: [values[i] for i in positions]
     take = operator.itemgetter(*positions)
     return lambda values: list(take(values))
-
-
-def members(mappings: Iterable[Mapping[Any, Any]], keys: Iterable[Any]) -> list[Any]:
-    """Return the value of each mapping for its key."""
-    return list(map(operator.getitem, mappings, keys))
 
 
 def fill_in(module: ModuleType) -> None:

@@ -118,11 +118,6 @@ def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tuple(tensor.size()), tensor.stride(), tensor.dtype, bits)
 
 
-def num_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements."""
-    return tensor.numel() * tensor.element_size()
-
-
 def check_tensor(name: str, value: torch.Tensor, device: torch.device) -> None:
     """Refuse tensors that a recording can't read.
 
@@ -250,7 +245,7 @@ class Inputs:
         copied, infos = (*new, *absent), self._layout.infos
         if any(infos[i].in_place for i in copied):
             return "in_place"
-        if sum(num_bytes(args[i]) for i in copied) > self._max_copied:
+        if sum(args[i].nbytes for i in copied) > self._max_copied:
             return "too_large"
         if any(infos[i].whole_storage for i in copied):
             return "whole_storage"

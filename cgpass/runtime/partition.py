@@ -48,7 +48,6 @@ from cgpass.runtime.inputs import (
     ShapeKey,
     describe,
     listed,
-    num_bytes,
     shared_with_written,
 )
 from cgpass.runtime.owner import Owner
@@ -269,7 +268,7 @@ class PartitionRunner:
         self._close(table.drop_gone())
         if not table.has_room(seen.made_for):
             return self._full(args, seen.key[0])
-        size = sum(num_bytes(args[i]) for i in (*self.layout.copied, *self.layout.pooled))
+        size = sum(args[i].nbytes for i in (*self.layout.copied, *self.layout.pooled))
         if 0 < self._largest < size:
             owner.make_space()
         self._largest = max(self._largest, size)

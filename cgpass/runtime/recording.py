@@ -24,7 +24,6 @@ from cgpass.runtime.inputs import (
     copies_in,
     copy_in,
     layout_of,
-    num_bytes,
     place_of,
 )
 from cgpass.runtime.outputs import InputAlias, OutputMemory, alias_of_input
@@ -89,7 +88,7 @@ class Recording:
             (i, self.placeholders[i]) for i in sorted(self.written) if i in self.placeholders
         ]
         self.copied_inputs = {
-            i: num_bytes(p.target) * (1 + (i in self.written)) for i, p in self.placeholders.items()
+            i: p.target.nbytes * (1 + (i in self.written)) for i, p in self.placeholders.items()
         }
         """Bytes that each replay copies, by position of the input; those that it writes are copied back, too."""
         self.copied_bytes = sum(self.copied_inputs.values())
