@@ -81,6 +81,7 @@ class Owner:
         options = options or Options()
         self.driver = driver
         self.max_pending_calls = options.max_pending_calls
+        self._progress = options.progress
         self.lock = new_lock()
         self.closed = False
         self._slots = [Slot()]
@@ -110,7 +111,7 @@ class Owner:
         self.bypassed = None
         if self.plain:
             self.bypassed = "asked"
-        elif not (fast.is_loaded or native.loader.wait()):
+        elif not (fast.is_loaded or native.loader.wait(self._progress)):
             self.bypassed = "no_native_code"
         elif fast.in_transform():
             self.bypassed = "transform"

@@ -37,7 +37,6 @@ from cgpass import torch_private
 from cgpass.compile.facts.input_info import InputInfo
 from cgpass.errors import CaptureError, StagingError, StaticInputMovedError
 from cgpass.options import Options
-from cgpass.runtime import native
 from cgpass.runtime.changes import mend, open_modes
 from cgpass.runtime.driver import BoxedCallable, is_capture_error
 from cgpass.runtime.failures import OnFailure, give_memory_back
@@ -153,7 +152,6 @@ class PartitionRunner:
         """Host time of the last call without a graph, since the last recording."""
         self._start_anew()
         owner.add(self)
-        native.loader.start(options.progress)
 
     def _start_anew(self) -> None:
         """Know of no failures, and of nothing that was said or recorded."""
