@@ -276,18 +276,23 @@ class SimulatedGraph(CapturedGraph):
 
     def replay(self) -> None:
         """Run every call on the memory of the recording."""
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):  # casts are calls of their own
-            under_way = UnderWay()
-            for func, args, kwargs, grad, recorded in self._calls:
-                # Some operators make less where no backward is to come.
-                torch.set_grad_enabled(grad)
-                under_way.wait_before(func, args, kwargs, recorded)
-                again = func(*args, **kwargs)
-                under_way.note(func, args, again)
-                for old, new in zip(tensors_in(recorded), tensors_in(again), strict=True):
-                    if _address(old) != _address(new):  # whole: elements may share memory
-                        old.untyped_storage().copy_(new.untyped_storage())
-            under_way.wait()
+        under_way, casts = UnderWay(), torch.is_autocast_enabled("cpu")
+        try:
+            # Casts are calls of their own. An exception inside of `torch.autocast` would leave its cache in use for good.
+            torch.set_autocast_enabled("cpu", False)
+            with torch.no_grad():
+                for func, args, kwargs, grad, recorded in self._calls:
+                    # Some operators make less where no backward is to come.
+                    torch.set_grad_enabled(grad)
+                    under_way.wait_before(func, args, kwargs, recorded)
+                    again = func(*args, **kwargs)
+                    under_way.note(func, args, again)
+                    for old, new in zip(tensors_in(recorded), tensors_in(again), strict=True):
+                        if _address(old) != _address(new):  # whole: elements may share memory
+                            old.untyped_storage().copy_(new.untyped_storage())
+                under_way.wait()
+        finally:
+            torch.set_autocast_enabled("cpu", casts)
 
     def reset(self) -> None:
         """Drop the tape, and the memory that no graph uses and nobody holds."""
