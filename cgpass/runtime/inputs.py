@@ -307,11 +307,8 @@ def _without(key: bytes, positions: Sequence[int], left_out: Sequence[int]) -> b
     """Addresses with zero for some of the inputs."""
     if not left_out:
         return key
-    addresses, left = array("q", key), {*left_out}
-    for k, i in enumerate(positions):
-        if i in left:
-            addresses[k] = 0
-    return addresses.tobytes()
+    left, addresses = {*left_out}, zip(positions, array("q", key), strict=True)
+    return array("q", [0 if i in left else address for i, address in addresses]).tobytes()
 
 
 # ---- copies

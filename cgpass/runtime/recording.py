@@ -139,7 +139,8 @@ class Recording:
         self._constants = [self._outputs[n] for n in constants]
         made = [*same, *views, *constants]
         places = own | {n: num_own + k for k, n in enumerate(made)}
-        self._own_at = tuple(own)
+        self.own_at = tuple(own)
+        """Positions of the outputs that lie in its memory."""
         self._arrange = fast.taker(tuple(places[n] for n in range(count)))
         """Takes outputs in their order from what `run` makes of each kind."""
 
@@ -165,10 +166,6 @@ class Recording:
             torch.autograd.graph.increment_version(written)
         given = [*self._same_of(args), *views, *self._constants]
         return self._arrange([*self.memory.aliases(), *given])
-
-    def copy_out(self, results: list[Any]) -> int:
-        """Put copies of its own outputs in their place, for the caller to keep; returns bytes copied."""
-        return fast.copy_out(results, self._own_at)
 
     # ---- what is held
 
