@@ -271,7 +271,7 @@ class Pair:
         recorder = Recorder(fn, layout, owner, False, is_forward, d.stats, shares_inputs=shares)
         label = f"recording {what} of {d.name}, graphed by hand"
         with progress.shown(label, current_defaults().progress), _blamed(d.name, what):
-            recording = recorder.record(args, slot, uses=(None, frozenset()))
+            recording = recorder.record(args, slot)
         owner.add_recording(recording)
         self._recordings[what] = recording
         d.stats.recordings += 1

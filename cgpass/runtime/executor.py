@@ -106,9 +106,7 @@ class Executor:
         visible = {plan.outputs[position] for position in plan.visible}
         for step in plan.steps:
             if isinstance(step.run, PartitionRunner):
-                numbers = list(enumerate(step.outputs))
-                step.run.visible = frozenset(n for n, slot in numbers if slot in visible)
-                step.run.read = frozenset(n for n, slot in numbers if slot in read)
+                step.run.uses = [(slot in visible, slot in read) for slot in step.outputs]
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run every step.

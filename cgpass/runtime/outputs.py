@@ -29,6 +29,9 @@ from cgpass import torch_private
 from cgpass.runtime import fast
 from cgpass.runtime.inputs import bytes_of, layout_of
 
+Uses = Sequence[tuple[bool, bool]]
+"""Of each output whether the user gets it, and whether other partitions or the backward do."""
+
 
 @dataclass(eq=False)
 class _Block:
@@ -56,7 +59,7 @@ class OutputMemory:
     def __init__(
         self,
         outputs: Sequence[torch.Tensor],
-        uses: Sequence[tuple[bool, bool]],
+        uses: Uses,
         *,
         share: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None,
     ) -> None:

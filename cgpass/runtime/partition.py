@@ -49,6 +49,7 @@ from cgpass.runtime.inputs import (
     listed,
     shared_with_written,
 )
+from cgpass.runtime.outputs import Uses
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recorder, Recording
 from cgpass.runtime.rng import distances, forward_states, note_replayed, put_on_the_device
@@ -113,10 +114,8 @@ class PartitionRunner:
     check_layout: bool = False
     """True if tensors' sizes, strides and dtypes belong to the key, since no guard covers them."""
 
-    visible: frozenset[int] | None = field(default=None, init=False)
-    """Outputs that the user gets, None for all; to be set before the first call."""
-    read: frozenset[int] = field(default=frozenset(), init=False)
-    """Outputs that other partitions or the backward read; to be set before the first call."""
+    uses: Uses | None = field(default=None, init=False)
+    """Who gets its outputs, None if the user gets all; to be set before the first call."""
 
     def __post_init__(self, infos: Sequence[InputInfo]) -> None:
         self._traced_as, self.name = self.name, self.source.of(self.name)
@@ -466,8 +465,7 @@ class PartitionRunner:
             with told, torch.inference_mode(False), torch.no_grad():
                 if not self._ran_here:
                     self.owner.driver.prepare_thread()
-                uses = self.visible, self.read
-                recording = self._recorder.record(args, slot, uses=uses, copied=found.copied)
+                recording = self._recorder.record(args, slot, self.uses, copied=found.copied)
         except Exception as error:
             mend(open_modes)
             return error

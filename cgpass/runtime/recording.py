@@ -26,7 +26,7 @@ from cgpass.runtime.inputs import (
     layout_of,
     place_of,
 )
-from cgpass.runtime.outputs import InputAlias, OutputMemory, alias_of_input
+from cgpass.runtime.outputs import InputAlias, OutputMemory, Uses, alias_of_input
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.writes import Watched, counting, has_place
 from cgpass.telemetry import CallStats
@@ -50,8 +50,7 @@ class Recording:
     """What stands for some of them; kept alive as long as a recording reads it."""
     written: frozenset[int] = frozenset()
     """Inputs that a replay writes, or that are written from the memory that it writes."""
-    visible: InitVar[frozenset[int] | None] = None
-    read: InitVar[frozenset[int]] = frozenset()
+    uses: InitVar[Uses | None] = None
     consumes: Mapping[int, int] = field(default_factory=dict)
     """Inputs whose memory it writes, and the number of users of a storage that nobody else holds."""
     outside: Mapping[int, torch.UntypedStorage] = field(default_factory=dict)
@@ -78,8 +77,7 @@ class Recording:
         self,
         outputs: Sequence[Any],
         staged: Sequence[Any],
-        visible: frozenset[int] | None,
-        read: frozenset[int],
+        uses: Uses | None,
     ) -> None:
         self.replay: Callable[[], None] = self.graph.replay
         self._consumed, self._users = tuple(self.consumes), tuple(self.consumes.values())
@@ -120,10 +118,10 @@ class Recording:
         """Which of the memory's tensors an output is, by position."""
         self.views: Mapping[int, InputAlias] = aliases
         """Outputs that are (views of) inputs, by position."""
-        shown = {number for n, number in own.items() if visible is None or n in visible}
-        used = {number for n, number in own.items() if n in read}
-        uses = [(n in shown, n in used) for n in range(len(tensors))]
-        self.memory = OutputMemory(list(tensors.values()), uses, share=self.graph.share)
+        uses = uses or [(True, False)] * len(outputs)
+        shown, read = ({own[n] for n in own if uses[n][k]} for k in (0, 1))
+        of_each = [(number in shown, number in read) for number in tensors]
+        self.memory = OutputMemory([*tensors.values()], of_each, share=self.graph.share)
         self.hand_out(len(outputs))
 
     def hand_out(self, count: int) -> None:
@@ -244,14 +242,14 @@ class Recorder:
         self,
         args: list[Any],
         slot: int,
+        uses: Uses | None = None,
         *,
-        uses: tuple[frozenset[int] | None, frozenset[int]],
         copied: Collection[int] = (),
     ) -> Recording:
         """Record one signature; nobody but `args` may hold inputs that are to die inside.
 
-        `uses` are the outputs that the user gets (None: all), and those that others read. Raises `CaptureError` where the
-        callable gives an input another shape, and `StagingError` where no placeholder can stand for one.
+        Raises `CaptureError` where the callable gives an input another shape, and `StagingError` where no placeholder can
+        stand for one.
         """
         owner, layout = self.owner, self.layout
         released = owner.begin_recording(slot)
@@ -285,7 +283,7 @@ class Recorder:
             staged,
             placeholders,
             layout.mutated | watched.written(),
-            *uses,
+            uses,
             consumes=consumes,
             outside=self._outside(watched, outputs, slot) if self.finds_writes else {},
             released=released,

@@ -31,7 +31,7 @@ def held():
         COPIED,
         owner=Owner(SimulatedDriver(), Options(max_pending_calls=1)),
     )
-    run.visible, run.read = frozenset({0}), frozenset({1})
+    run.uses = [(True, False), (False, True)]
     kept = [run.run([torch.ones(2)])[0] for _ in range(6)]
     assert len(kept) == 6
     return run
