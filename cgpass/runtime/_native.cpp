@@ -754,7 +754,12 @@ struct CompiledFunctionBackward : public PythonNode {
       if (!grads[i].defined()) grads[i] = input_metadata(i).zeros_like();
     }
     const bool is_graph_wanted = at::GradMode::is_enabled();  // create_graph=True
-    edge_list sources = is_graph_wanted ? sources_with(grads) : edge_list();
+    edge_list sources;  // all that the gradients depend on
+    if (is_graph_wanted) {
+      sources = next_edges();
+      const edge_list more = edges_to(grads);
+      sources.insert(sources.end(), more.begin(), more.end());
+    }
     Owned saved_list(list_of(std::move(values))), grad_list(list_of(std::move(grads)));
     PyObject* args[] = {rest, saved_list.get(), grad_list.get()};
     Owned result(made(PyObject_Vectorcall(run, args, 3, nullptr)));  // which empties the lists
@@ -765,13 +770,6 @@ struct CompiledFunctionBackward : public PythonNode {
     }
     if (is_graph_wanted) refuse_more(std::move(sources), out);
     return out;
-  }
-
-  // Where all leads that the gradients depend on.
-  edge_list sources_with(const variable_list& grads) const {
-    edge_list edges = next_edges(), more = edges_to(grads);
-    edges.insert(edges.end(), more.begin(), more.end());
-    return edges;
   }
 
   void refuse_more(edge_list&& sources, variable_list& gradients) const {

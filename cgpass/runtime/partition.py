@@ -150,7 +150,7 @@ class PartitionRunner:
         self._warm_up_ms: float | None = None
         """Host time of the last call without a graph, since the last recording."""
         self._start_anew()
-        owner.add(self)
+        owner.add(self.close, self.forget_recordings)
 
     def _start_anew(self) -> None:
         """Know of no failures, and of nothing that was said or recorded."""
