@@ -94,7 +94,7 @@ def cgpass(
         )
     _check_names(parsed)
     if parsed.driver != "none" and (parsed.driver != "auto" or torch.cuda.is_available()):
-        native.loader.start(parsed.progress)
+        native.loader.start()
     return Compilation(parsed, gm).compile(gm, example_inputs)
 
 

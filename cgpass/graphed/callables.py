@@ -4,7 +4,6 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -80,7 +79,7 @@ class GraphedFunction:
         self._settings = self._settings_now()
         self.find_statics()
         if owner is not None:
-            owner.add(SimpleNamespace(close=self._free, forget_recordings=self._free))
+            owner.add(self._free, self._free)
 
     def find_statics(self) -> None:
         """Look for parameters and buffers, once more when modules have other members than they had."""

@@ -3,6 +3,7 @@
 import contextlib
 import copyreg
 import functools
+import operator
 import re
 import weakref
 from array import array
@@ -272,7 +273,7 @@ class Statics:
 
     def now(self) -> list[torch.Tensor]:
         """The tensors as they are; one object that has several names is there as often."""
-        return fast.members(self._dicts, self._keys)
+        return list(map(operator.getitem, self._dicts, self._keys))
 
     def firsts(self) -> tuple[int, ...]:
         """Positions of the tensors in `now()`, each once."""

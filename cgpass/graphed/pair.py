@@ -128,8 +128,11 @@ class Pair:
         forward.hand_out(first)
         self._written = [i for i in sorted(forward.written) if i < end]
         self._counted = [k for k in range(len(members)) if end + k in graph.written]
-        self._given = [n for n in forward.aliases if n in graph.with_grad]
-        self._strides = [(i, inputs[i].stride()) for i in forward.viewed if i < end]
+        shown = {n: alias for n, alias in forward.views.items() if n < first}
+        self._given = [n for n in shown if n in graph.with_grad]
+        viewed = {a.index for a in shown.values() if not a.identity and a.index < end}
+        self._strides = [(i, inputs[i].stride()) for i in viewed]
+        """Of arguments that results are views of; these are laid out as if the arguments were as they were."""
         blocks = forward.memory.blocks()
         own = {n: k for n, k in forward.own.items() if k in blocks}
         self._kept = sorted({blocks[k] for n, k in own.items() if n >= first})
@@ -268,7 +271,7 @@ class Pair:
         recorder = Recorder(fn, layout, owner, False, is_forward, d.stats, shares_inputs=shares)
         label = f"recording {what} of {d.name}, graphed by hand"
         with progress.shown(label, current_defaults().progress), _blamed(d.name, what):
-            recording = recorder.record(args, slot, uses=(None, frozenset()))
+            recording = recorder.record(args, slot)
         owner.add_recording(recording)
         self._recordings[what] = recording
         d.stats.recordings += 1
@@ -348,7 +351,7 @@ class Pair:
         stats.copied_bytes += recording.copied_bytes
         owner.note_handed_out(recording)
         if owner.copies_results:
-            stats.copied_bytes += recording.copy_out(outputs)
+            stats.copied_bytes += fast.copy_out(outputs, recording.own_at)
         return outputs
 
     def backward(self, call: Call, grads: list[Any]) -> list[Any]:
@@ -402,8 +405,10 @@ class Pair:
         saved: list[Any] = self._constants.copy()
         for i, (number, k) in self._homes.items():
             saved[i] = torch_private.on_storage(held[k], tensors[number])
-        for i, alias in self._views.items():
-            saved[i] = alias.of(call.members[alias.index - self._num_inputs])
+        inputs = [*[None] * self._num_inputs, *call.members]
+        views = fast.views(inputs, [alias.view for alias in self._views.values()])
+        for i, view in zip(self._views, views, strict=True):
+            saved[i] = view
         return saved
 
     def run_weight_grads(self, call: Call) -> None:

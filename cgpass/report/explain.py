@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from cgpass import telemetry, torch_private
 from cgpass.backend import cgpass
 from cgpass.errors import InputError, OptionError
-from cgpass.options import set_defaults
+from cgpass.options import current_defaults, set_defaults
 from cgpass.report import watch
 from cgpass.report.report import Report
 from cgpass.runtime import native
@@ -133,7 +133,7 @@ def explain(
             for _ in range(_CALLS):
                 call()
             if native.loader.status is not None:  # where nothing was recorded yet
-                native.loader.wait()
+                native.loader.wait(current_defaults().progress)
         report.model = _name_of(fn)
         if compare and report.device != watch.SIMULATED:
             report.ms, report.plain_ms = watch.compared(call)

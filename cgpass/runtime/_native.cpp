@@ -392,26 +392,25 @@ PyObject* copy_out(PyObject* const* args) {
   return PyLong_FromSsize_t(num_bytes);
 }
 
-std::vector<int64_t> numbers_of(PyObject* tuple) {
-  const Items items(tuple);
-  std::vector<int64_t> out(items.size);
-  for (Py_ssize_t k = 0; k < items.size; ++k) out[k] = items.number(k);
-  return out;
-}
-
-// views(args, specs): parts of inputs' storages, aliases as detach() makes them. See ViewSpec.
+// views(args, specs): parts of inputs' storages, aliases as detach() makes them. See fast.ViewSpec.
 PyObject* views(PyObject* const* args) {
   const Items values(args[0]), specs(args[1]);
   return list_of(specs.size, [&](Py_ssize_t k) {
     const Items spec(specs[k]);
-    const at::Tensor& base = values.tensor(spec.number(0));
-    const std::vector<int64_t> size = numbers_of(spec[1]), stride = numbers_of(spec[2]);
-    const int64_t offset = base.storage_offset() + spec.number(3);
-    const size_t bytes = at::detail::computeStorageNbytes(size, stride, base.itemsize(), offset);
-    TORCH_CHECK(offset >= 0 && bytes <= base.storage().nbytes(), "view out of the bounds of its storage");
+    const at::Tensor &base = values.tensor(spec.number(0)), &like = spec.tensor(1);
+    const int64_t first = base.storage_offset() * static_cast<int64_t>(base.itemsize()) + spec.number(2);
+    const int64_t item = static_cast<int64_t>(like.itemsize()), offset = first / item;
+    TORCH_CHECK(
+        first % item == 0, "an input is returned as torch.", torch::getTHPDtype(like.scalar_type())->name,
+        ": the byte of its storage that it begins at must be divisible by ", item, ", but is ", first);
+    const size_t bytes = at::detail::computeStorageNbytes(like.sizes(), like.strides(), item, offset);
+    TORCH_CHECK(first >= 0 && bytes <= base.storage().nbytes(), "view out of the bounds of its storage");
     auto* original = base.unsafeGetTensorImpl();
     auto view = original->shallow_copy_and_detach(original->version_counter(), true);
-    view->set_sizes_and_strides(size, stride, offset);
+    view->set_storage_and_dtype(base.storage(), like.dtype());
+    view->_set_conj(like.is_conj());
+    view->_set_neg(like.is_neg());
+    view->set_sizes_and_strides(like.sizes(), like.strides(), offset);
     return THPVariable_Wrap(at::Tensor(std::move(view)));
   });
 }
@@ -755,7 +754,12 @@ struct CompiledFunctionBackward : public PythonNode {
       if (!grads[i].defined()) grads[i] = input_metadata(i).zeros_like();
     }
     const bool is_graph_wanted = at::GradMode::is_enabled();  // create_graph=True
-    edge_list sources = is_graph_wanted ? sources_with(grads) : edge_list();
+    edge_list sources;  // all that the gradients depend on
+    if (is_graph_wanted) {
+      sources = next_edges();
+      const edge_list more = edges_to(grads);
+      sources.insert(sources.end(), more.begin(), more.end());
+    }
     Owned saved_list(list_of(std::move(values))), grad_list(list_of(std::move(grads)));
     PyObject* args[] = {rest, saved_list.get(), grad_list.get()};
     Owned result(made(PyObject_Vectorcall(run, args, 3, nullptr)));  // which empties the lists
@@ -766,13 +770,6 @@ struct CompiledFunctionBackward : public PythonNode {
     }
     if (is_graph_wanted) refuse_more(std::move(sources), out);
     return out;
-  }
-
-  // Where all leads that the gradients depend on.
-  edge_list sources_with(const variable_list& grads) const {
-    edge_list edges = next_edges(), more = edges_to(grads);
-    edges.insert(edges.end(), more.begin(), more.end());
-    return edges;
   }
 
   void refuse_more(edge_list&& sources, variable_list& gradients) const {
@@ -799,12 +796,16 @@ struct CompiledFunctionBackward : public PythonNode {
 // unchecked: Tensors to be saved without that.
 // name: What the node is called.
 PyObject* attach(PyObject* const* args) {
-  const Items inputs(args[2]), outputs(args[4]), differentiable(args[5]), checked(args[6]), unchecked(args[7]);
+  const Items inputs(args[2]), positions(args[3]), outputs(args[4]), differentiable(args[5]);
+  const Items checked(args[6]), unchecked(args[7]);
   const char* name = PyUnicode_AsUTF8(args[8]);
   if (name == nullptr) throw python_error();
-  std::vector<int64_t> wanted = numbers_of(args[3]);
+  std::vector<int64_t> wanted;
   variable_list sources;
-  for (const int64_t position : wanted) sources.push_back(inputs.tensor(position));
+  for (Py_ssize_t k = 0; k < positions.size; ++k) {
+    wanted.push_back(positions.number(k));
+    sources.push_back(inputs.tensor(wanted.back()));
+  }
   auto& node = *new CompiledFunctionBackward(edges_to(sources), args[0], args[1]);
   const NodePointer pointer = owner_of(&node);
   node.shown = name;

@@ -19,12 +19,11 @@ from cgpass.runtime import changes
 from cgpass.runtime.changes import Mode
 
 _lock = changes.new_lock()  # a collection inside may come back here
-_captures: "list[Capture]" = []
 _waiting: list[Callable[[], None]] = []
 _left: list[Callable[[], None]] = []
 """Of a process that was forked: what waited there then. Nothing on the device may be destroyed here."""
 _pausing: "list[Pause]" = []
-"""Those that want no garbage collection now."""
+"""Those that want no garbage collection now; captures are among them."""
 _collects = True
 """True if it went on before the first of them began."""
 
@@ -62,24 +61,24 @@ class Capture(Pause):
         """See `Change`."""
         super().begin()
         self._stacks = torch_private.mode_stacks()
-        with _lock:
-            _captures.append(self)
 
     def undo(self) -> None:
         """See `Change`."""
         if self._stacks is not None and self.thread == threading.get_ident():
             torch_private.leave_modes_above(self._stacks)
-        with _lock:
-            if self in _captures:
-                _captures.remove(self)
         super().undo()
         _run_waiting()
+
+
+def captures() -> "list[Capture]":
+    """Return the captures of this process that run now."""
+    return [each for each in _pausing if isinstance(each, Capture)]
 
 
 def is_capturing_here() -> bool:
     """Tell whether this thread records right now."""
     thread = threading.get_ident()
-    return any(capture.thread == thread for capture in _captures)
+    return any(capture.thread == thread for capture in captures())
 
 
 def when_no_capture_runs(destroy: Callable[[], None]) -> None:
@@ -92,7 +91,7 @@ def when_no_capture_runs(destroy: Callable[[], None]) -> None:
 def _run_waiting() -> None:
     while True:
         with _lock:
-            if _captures or not _waiting:
+            if captures() or not _waiting:
                 return
             destroy = _waiting.pop(0)
         destroy()

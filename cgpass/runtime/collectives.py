@@ -65,16 +65,9 @@ def made_alone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _works_in_place(func):  # on what it is given first, which it returns beside its work
         work = torch_private.finished_work()
         return (args[0], work) if len(func._schema.returns) > 1 else work
-    meta = pytree.tree_map(_on_meta, (args, kwargs))
-    return pytree.tree_map(_zeros, func(*meta[0], **meta[1]))
-
-
-def _on_meta(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, torch.Tensor) else value
-
-
-def _zeros(value: Any) -> Any:
-    return torch.zeros_like(value, device="cpu") if isinstance(value, torch.Tensor) else value
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), (args, kwargs))
+    zeros = functools.partial(torch.zeros_like, device="cpu")
+    return pytree.tree_map_only(torch.Tensor, zeros, func(*args, **kwargs))
 
 
 class Alone(torch_private.TorchDispatchMode):

@@ -71,14 +71,9 @@ def _plainly(fn: Callable[[list[Any]], Sequence[Any]]) -> Run:
 
 def _runs(positions: Sequence[int]) -> list[tuple[slice, slice]]:
     """Positions as runs of consecutive ones: where each lies, and which of as many values belong there."""
-    found: list[tuple[slice, slice]] = []
-    for n, position in enumerate(positions):
-        where, part = slice(position, position + 1), slice(n, n + 1)
-        if found and found[-1][0].stop == position:
-            before = found.pop()
-            where, part = slice(before[0].start, where.stop), slice(before[1].start, part.stop)
-        found.append((where, part))
-    return found
+    begins = [n for n, p in enumerate(positions) if n == 0 or p != positions[n - 1] + 1]
+    runs = zip(begins, [*begins[1:], len(positions)], strict=False)
+    return [(slice(positions[a], positions[a] + b - a), slice(a, b)) for a, b in runs]
 
 
 class Executor:
@@ -111,9 +106,7 @@ class Executor:
         visible = {plan.outputs[position] for position in plan.visible}
         for step in plan.steps:
             if isinstance(step.run, PartitionRunner):
-                numbers = list(enumerate(step.outputs))
-                step.run.visible = frozenset(n for n, slot in numbers if slot in visible)
-                step.run.read = frozenset(n for n, slot in numbers if slot in read)
+                step.run.uses = [(slot in visible, slot in read) for slot in step.outputs]
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run every step.

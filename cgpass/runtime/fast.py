@@ -13,7 +13,7 @@ Note [A node of our own]
 """
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -21,8 +21,8 @@ import torch
 
 from cgpass import torch_private
 
-ViewSpec = tuple[int, tuple[int, ...], tuple[int, ...], int]
-"""Position of an input, size and stride of a view of it, elements from the input's first to the view's."""
+ViewSpec = tuple[int, torch.Tensor, int]
+"""Position of an input, what a view of it is laid out as, bytes from the input's first element to the view's."""
 Watch = tuple[tuple[torch.UntypedStorage, ...], bytes]
 """Storages, and three 64-bit integers for each: StorageImpl, address and number of users that it should have."""
 
@@ -43,11 +43,6 @@ def taker(positions: tuple[int, ...]) -> Callable[[Sequence[Any]], list[Any]]:
         return lambda values: [values[i] for i in positions]
     take = operator.itemgetter(*positions)
     return lambda values: list(take(values))
-
-
-def members(mappings: Iterable[Mapping[Any, Any]], keys: Iterable[Any]) -> list[Any]:
-    """Return the value of each mapping for its key."""
-    return list(map(operator.getitem, mappings, keys))
 
 
 def fill_in(module: ModuleType) -> None:

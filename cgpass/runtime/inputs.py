@@ -53,7 +53,8 @@ class Layout:
         """Static inputs whose addresses belong to the key."""
         self.static = (*self.checked, *self.pooled)
         self.seeds = tuple(i for i, info in enumerate(infos) if info.is_seed)
-        self.mutated = tuple(i for i, info in enumerate(infos) if info.mutated)
+        self.mutated = frozenset(i for i, info in enumerate(infos) if info.mutated)
+        """Inputs that are written: those that plain calls and recordings turn out to write, too, where nobody told."""
         self.objects = positions(InputKind.GENERATOR, InputKind.OPAQUE)
         self.in_place = positions(InputKind.IN_PLACE)
         self._values = positions(InputKind.SYMINT)
@@ -115,11 +116,6 @@ def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return the layout that a placeholder for `tensor` must have."""
     bits = (tensor.is_conj(), tensor.is_neg())
     return (tuple(tensor.size()), tensor.stride(), tensor.dtype, bits)
-
-
-def num_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements."""
-    return tensor.numel() * tensor.element_size()
 
 
 def check_tensor(name: str, value: torch.Tensor, device: torch.device) -> None:
@@ -249,7 +245,7 @@ class Inputs:
         copied, infos = (*new, *absent), self._layout.infos
         if any(infos[i].in_place for i in copied):
             return "in_place"
-        if sum(num_bytes(args[i]) for i in copied) > self._max_copied:
+        if sum(args[i].nbytes for i in copied) > self._max_copied:
             return "too_large"
         if any(infos[i].whole_storage for i in copied):
             return "whole_storage"
@@ -311,11 +307,8 @@ def _without(key: bytes, positions: Sequence[int], left_out: Sequence[int]) -> b
     """Addresses with zero for some of the inputs."""
     if not left_out:
         return key
-    addresses, left = array("q", key), {*left_out}
-    for k, i in enumerate(positions):
-        if i in left:
-            addresses[k] = 0
-    return addresses.tobytes()
+    left, addresses = {*left_out}, zip(positions, array("q", key), strict=True)
+    return array("q", [0 if i in left else address for i, address in addresses]).tobytes()
 
 
 # ---- copies

@@ -238,20 +238,14 @@ class Loader:
     def __init__(self) -> None:
         self.why_not: str | None = "nothing is recorded; cgpass.summary() says why"
         """Why there is none, and as it looks will be none."""
-        self._progress: progress.Setting = "off"
         self._process: int | None = None
         """The one that it was started in; a thread is not forked."""
         self._thread: threading.Thread | None = None
         self._lock = new_lock()
 
-    def start(self, setting: progress.Setting = "off") -> None:
-        """See Note [When native code is compiled]. Waits for nothing.
-
-        Args:
-            setting: Whether a line on the terminal says so while somebody waits.
-        """
+    def start(self) -> None:
+        """See Note [When native code is compiled]. Waits for nothing."""
         with self._lock:
-            self._progress = setting
             if self._process == os.getpid():
                 return
             self.why_not = None
@@ -272,18 +266,18 @@ class Loader:
                 error.fix,
             )
 
-    def wait(self, setting: progress.Setting | None = None) -> bool:
+    def wait(self, setting: progress.Setting = "off") -> bool:
         """Start if need be, and wait until all is loaded or can't be; returns whether it is.
 
         Args:
-            setting: As for `start`; None for that of the last start.
+            setting: Whether a line on the terminal says so meanwhile.
         """
         if fast.is_loaded:
             return True
-        self.start(self._progress if setting is None else setting)
+        self.start()
         thread = self._thread
         if thread is not None and thread.is_alive():
-            with progress.shown("compiling native code, once per torch version", self._progress):
+            with progress.shown("compiling native code, once per torch version", setting):
                 thread.join()
         return fast.is_loaded
 

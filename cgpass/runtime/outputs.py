@@ -29,6 +29,9 @@ from cgpass import torch_private
 from cgpass.runtime import fast
 from cgpass.runtime.inputs import bytes_of, layout_of
 
+Uses = Sequence[tuple[bool, bool]]
+"""Of each output whether the user gets it, and whether other partitions or the backward do."""
+
 
 @dataclass(eq=False)
 class _Block:
@@ -56,7 +59,7 @@ class OutputMemory:
     def __init__(
         self,
         outputs: Sequence[torch.Tensor],
-        uses: Sequence[tuple[bool, bool]],
+        uses: Uses,
         *,
         share: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None,
     ) -> None:
@@ -243,26 +246,8 @@ class InputAlias:
 
     index: int
     identity: bool
-    layout: tuple[Any, ...]
-    """See `layout_of`."""
-    offset_bytes: int
-    """From the input's first element to the output's."""
-    view: fast.ViewSpec | None
-    """The same for `fast.views`, if that can make it."""
-
-    def of(self, value: torch.Tensor) -> torch.Tensor:
-        """The output for a call whose input is `value`, unless it is that or a plain view of it."""
-        size, stride, dtype, (conj, neg) = self.layout
-        first = int(value.storage_offset()) * value.dtype.itemsize + self.offset_bytes
-        start, rest = divmod(first, dtype.itemsize)
-        if rest:
-            raise RuntimeError(
-                f"an input is returned as {dtype}: the byte of its storage that it begins at must be divisible by "
-                f"{dtype.itemsize}, but is {first}"
-            )
-        out = torch.empty(0, dtype=dtype, device=value.device)
-        out.set_(value.untyped_storage(), start, size, stride)
-        return torch_private.with_lazy_bits(out, conj=conj, neg=neg)
+    view: fast.ViewSpec
+    """It, unless it is the input itself."""
 
 
 def alias_of_input(
@@ -275,10 +260,8 @@ def alias_of_input(
         index = next((i for i, value in enumerate(inputs) if value is output), None)
         if index is None:
             return None
-    source, layout = inputs[index], layout_of(output)
-    size, stride, dtype, _ = layout
-    offset = output.storage_offset() * dtype.itemsize
+    source = inputs[index]
+    offset = output.storage_offset() * output.dtype.itemsize
     offset -= source.storage_offset() * source.dtype.itemsize
-    is_plain = layout[2:] == layout_of(source)[2:]
-    view = (index, size, stride, offset // dtype.itemsize) if is_plain else None
-    return InputAlias(index, offset == 0 and layout == layout_of(source), layout, offset, view)
+    is_it = offset == 0 and layout_of(output) == layout_of(source)
+    return InputAlias(index, is_it, (index, torch_private.tensor_at_address(output), offset))

@@ -20,7 +20,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from cgpass import torch_private
 from cgpass.options import Options
@@ -64,16 +64,6 @@ class Slot:
         return -1
 
 
-class Member(Protocol):
-    """Something that an owner frees."""
-
-    def close(self) -> None:
-        """Free graphs and memory; if the owner goes on, forget also what failed or reached a limit."""
-
-    def forget_recordings(self) -> None:
-        """Drop recordings, but not what is known of calls."""
-
-
 class Owner:
     """Driver (with its pools and stream), order of recordings, live outputs of a compiled function."""
 
@@ -81,6 +71,7 @@ class Owner:
         options = options or Options()
         self.driver = driver
         self.max_pending_calls = options.max_pending_calls
+        self._progress = options.progress
         self.lock = new_lock()
         self.closed = False
         self._slots = [Slot()]
@@ -95,7 +86,8 @@ class Owner:
         "no_native_code"."""
         self.changes: list[Change] = []
         """Under way or broken off. See Note [Changes that are broken off]."""
-        self._members: list[Member] = []
+        self._members: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        """See `add`."""
         self.placeholders: weakref.WeakValueDictionary[tuple[Any, ...], Placeholder] = (
             weakref.WeakValueDictionary()
         )
@@ -110,7 +102,7 @@ class Owner:
         self.bypassed = None
         if self.plain:
             self.bypassed = "asked"
-        elif not (fast.is_loaded or native.loader.wait()):
+        elif not (fast.is_loaded or native.loader.wait(self._progress)):
             self.bypassed = "no_native_code"
         elif fast.in_transform():
             self.bypassed = "transform"
@@ -243,12 +235,12 @@ class Owner:
         self.start_anew()
         self.driver.give_back()
 
-    def _have_all_go(self, free: Callable[[Member], None]) -> None:
+    def _have_all_go(self, frees: Iterable[Callable[[], None]]) -> None:
         with self.changing():
             for recording in self._recordings():
                 recording.close()
-            for member in self._members:
-                free(member)
+            for free in frees:
+                free()
             self._slots = [Slot()]
             self._pool_addresses.clear()
 
@@ -258,7 +250,7 @@ class Owner:
 
     def start_anew(self) -> None:
         """Drop every recording, in whatever state it is; calls of keys that are known record again."""
-        self._have_all_go(lambda member: member.forget_recordings())
+        self._have_all_go([forget for _, forget in self._members])
 
     def add_recording(self, recording: "Recording") -> None:
         """Note a recording as the youngest, and where its outputs lie. See Note [Graphs and process groups]."""
@@ -290,14 +282,14 @@ class Owner:
 
     # ---- end
 
-    def add(self, member: Member) -> None:
-        """Have `member` closed with this owner."""
-        self._members.append(member)
+    def add(self, close: Callable[[], None], forget: Callable[[], None]) -> None:
+        """Have what makes recordings close with this owner; `forget` drops recordings, but not what is known of calls."""
+        self._members.append((close, forget))
 
     def release(self) -> None:
         """Free every recording. Calls made afterwards warm up and record again, whatever failed or was used up before."""
         with self.lock:
-            self._have_all_go(lambda member: member.close())
+            self._have_all_go([close for close, _ in self._members])
             self.driver.end_warm_ups()
 
     def close(self) -> None:

@@ -37,7 +37,6 @@ from cgpass import torch_private
 from cgpass.compile.facts.input_info import InputInfo
 from cgpass.errors import CaptureError, StagingError, StaticInputMovedError
 from cgpass.options import Options
-from cgpass.runtime import native
 from cgpass.runtime.changes import mend, open_modes
 from cgpass.runtime.driver import BoxedCallable, is_capture_error
 from cgpass.runtime.failures import OnFailure, give_memory_back
@@ -48,9 +47,9 @@ from cgpass.runtime.inputs import (
     ShapeKey,
     describe,
     listed,
-    num_bytes,
     shared_with_written,
 )
+from cgpass.runtime.outputs import Uses
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recorder, Recording
 from cgpass.runtime.rng import distances, forward_states, note_replayed, put_on_the_device
@@ -115,12 +114,8 @@ class PartitionRunner:
     check_layout: bool = False
     """True if tensors' sizes, strides and dtypes belong to the key, since no guard covers them."""
 
-    visible: frozenset[int] | None = field(default=None, init=False)
-    """Outputs that the user gets, None for all; to be set before the first call."""
-    read: frozenset[int] = field(default=frozenset(), init=False)
-    """Outputs that other partitions or the backward read; to be set before the first call."""
-    written: frozenset[int] = field(default=frozenset(), init=False)
-    """Inputs that plain calls and recordings turned out to write, where nobody told."""
+    uses: Uses | None = field(default=None, init=False)
+    """Who gets its outputs, None if the user gets all; to be set before the first call."""
 
     def __post_init__(self, infos: Sequence[InputInfo]) -> None:
         self._traced_as, self.name = self.name, self.source.of(self.name)
@@ -155,8 +150,7 @@ class PartitionRunner:
         self._warm_up_ms: float | None = None
         """Host time of the last call without a graph, since the last recording."""
         self._start_anew()
-        owner.add(self)
-        native.loader.start(options.progress)
+        owner.add(self.close, self.forget_recordings)
 
     def _start_anew(self) -> None:
         """Know of no failures, and of nothing that was said or recorded."""
@@ -203,7 +197,7 @@ class PartitionRunner:
             if owner.bypassed == "transform":
                 self._say_once("transform", why)
             return self._run_plainly(args, owner.bypassed if why else None, why)
-        if self.check_layout and (shared := shared_with_written(args, self.written)):
+        if self.check_layout and (shared := shared_with_written(args, layout.mutated)):
             tensors = [i for i, value in enumerate(args) if isinstance(value, torch.Tensor)]
             alike = [i for i in tensors if args[i].untyped_storage().data_ptr() in shared]
             why = f"it writes inputs, and these share memory: {describe(layout.infos, alike)}"
@@ -271,7 +265,7 @@ class PartitionRunner:
         self._close(table.drop_gone())
         if not table.has_room(seen.made_for):
             return self._full(args, seen.key[0])
-        size = sum(num_bytes(args[i]) for i in (*self.layout.copied, *self.layout.pooled))
+        size = sum(args[i].nbytes for i in (*self.layout.copied, *self.layout.pooled))
         if 0 < self._largest < size:
             owner.make_space()
         self._largest = max(self._largest, size)
@@ -338,7 +332,7 @@ class PartitionRunner:
             else:
                 outputs = driver.warm_up(self.fn, args)
         self._warm_up_ms = (time.perf_counter() - start) * 1e3
-        self.written |= changes.found()
+        self.layout.mutated |= changes.found()
         stats.warmups += why is None
         stats.plain_calls += why is not None
         self.owner.note_plain_results(outputs)
@@ -437,7 +431,7 @@ class PartitionRunner:
 
     def _record_call(
         self, args: list[Any], seen: Seen, found: Found, key: bytes, slot: int
-    ) -> Recording | Plain:
+    ) -> Recording | Plain | None:
         """Record a call, which is to be replayed then; where that fails, run it without a graph."""
         self._unseen = 0
         with self.owner.changing():
@@ -449,7 +443,8 @@ class PartitionRunner:
                     recording = self._attempt(args, found, again)
             if isinstance(recording, Recording):
                 self._add(recording, seen, found, key)
-                return recording
+        if not isinstance(recording, Exception):
+            return recording
         error, recording = recording, None
         try:
             return self._run_without(args, seen, error)
@@ -462,7 +457,7 @@ class PartitionRunner:
         return self.owner.slot_for(len(beside), first=self._first_slot)
 
     def _attempt(self, args: list[Any], found: Found, slot: int) -> Recording | Exception | None:
-        """A recording, what it failed with, or None if this call is none for it."""
+        """A recording, what it failed with, or None if that writes what shares memory: another row is this call's."""
         self._started = time.perf_counter()
         try:
             # Memory of recordings is written in whatever mode later calls come: no inference tensors.
@@ -470,18 +465,14 @@ class PartitionRunner:
             with told, torch.inference_mode(False), torch.no_grad():
                 if not self._ran_here:
                     self.owner.driver.prepare_thread()
-                uses = self.visible, self.read
-                recording = self._recorder.record(
-                    args, slot, uses=uses, copied=found.copied, written=self.written
-                )
+                recording = self._recorder.record(args, slot, self.uses, copied=found.copied)
         except Exception as error:
             mend(open_modes)
             return error
-        if self.check_layout:
-            self.written |= recording.written
-            if shared_with_written(args, self.written):
-                recording.close(whole_pool=False)
-                return None
+        self.layout.mutated |= recording.written
+        if self.check_layout and shared_with_written(args, self.layout.mutated):
+            recording.close(whole_pool=False)
+            return None
         return recording
 
     @property
@@ -547,10 +538,8 @@ class PartitionRunner:
 
     # ---- captures that fail
 
-    def _run_without(self, args: list[Any], seen: Seen, error: Exception | None) -> Plain:
+    def _run_without(self, args: list[Any], seen: Seen, error: Exception) -> Plain:
         """Make a call that could not be recorded."""
-        if error is None:
-            return self._run_plainly(args)
         unstaged = isinstance(error, StagingError)
         key_alone = unstaged or isinstance(error, torch.OutOfMemoryError)
         nobody_asks = self.on_failure is None and not is_capture_error(error)

@@ -24,10 +24,9 @@ from cgpass.runtime.inputs import (
     copies_in,
     copy_in,
     layout_of,
-    num_bytes,
     place_of,
 )
-from cgpass.runtime.outputs import InputAlias, OutputMemory, alias_of_input
+from cgpass.runtime.outputs import InputAlias, OutputMemory, Uses, alias_of_input
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.writes import Watched, counting, has_place
 from cgpass.telemetry import CallStats
@@ -51,8 +50,7 @@ class Recording:
     """What stands for some of them; kept alive as long as a recording reads it."""
     written: frozenset[int] = frozenset()
     """Inputs that a replay writes, or that are written from the memory that it writes."""
-    visible: InitVar[frozenset[int] | None] = None
-    read: InitVar[frozenset[int]] = frozenset()
+    uses: InitVar[Uses | None] = None
     consumes: Mapping[int, int] = field(default_factory=dict)
     """Inputs whose memory it writes, and the number of users of a storage that nobody else holds."""
     outside: Mapping[int, torch.UntypedStorage] = field(default_factory=dict)
@@ -79,8 +77,7 @@ class Recording:
         self,
         outputs: Sequence[Any],
         staged: Sequence[Any],
-        visible: frozenset[int] | None,
-        read: frozenset[int],
+        uses: Uses | None,
     ) -> None:
         self.replay: Callable[[], None] = self.graph.replay
         self._consumed, self._users = tuple(self.consumes), tuple(self.consumes.values())
@@ -89,7 +86,7 @@ class Recording:
             (i, self.placeholders[i]) for i in sorted(self.written) if i in self.placeholders
         ]
         self.copied_inputs = {
-            i: num_bytes(p.target) * (1 + (i in self.written)) for i, p in self.placeholders.items()
+            i: p.target.nbytes * (1 + (i in self.written)) for i, p in self.placeholders.items()
         }
         """Bytes that each replay copies, by position of the input; those that it writes are copied back, too."""
         self.copied_bytes = sum(self.copied_inputs.values())
@@ -121,10 +118,10 @@ class Recording:
         """Which of the memory's tensors an output is, by position."""
         self.views: Mapping[int, InputAlias] = aliases
         """Outputs that are (views of) inputs, by position."""
-        shown = {number for n, number in own.items() if visible is None or n in visible}
-        used = {number for n, number in own.items() if n in read}
-        uses = [(n in shown, n in used) for n in range(len(tensors))]
-        self.memory = OutputMemory(list(tensors.values()), uses, share=self.graph.share)
+        uses = uses or [(True, False)] * len(outputs)
+        shown, read = ({own[n] for n in own if uses[n][k]} for k in (0, 1))
+        of_each = [(number in shown, number in read) for number in tensors]
+        self.memory = OutputMemory([*tensors.values()], of_each, share=self.graph.share)
         self.hand_out(len(outputs))
 
     def hand_out(self, count: int) -> None:
@@ -133,20 +130,15 @@ class Recording:
         num_own = max(own.values(), default=-1) + 1
         self.memory.hand_out(num_own)
         aliases = {n: alias for n, alias in self.views.items() if n < count}
-        self.aliases = frozenset(aliases)
-        """Outputs that are (views of) inputs."""
-        self.viewed = frozenset(a.index for a in aliases.values() if not a.identity)
-        """Inputs that outputs are views of; such outputs are laid out as if the inputs were as they were."""
         same = {n: a.index for n, a in aliases.items() if a.identity}
-        views = {n: a.view for n, a in aliases.items() if a.view is not None and not a.identity}
-        others = {n: a for n, a in aliases.items() if n not in same | views}
+        views = {n: a.view for n, a in aliases.items() if not a.identity}
         self._same_of, self._views = fast.taker(tuple(same.values())), tuple(views.values())
-        self._other_aliases = list(others.values())
         constants = [n for n in range(count) if n not in own | aliases]
         self._constants = [self._outputs[n] for n in constants]
-        made = [*same, *views, *others, *constants]
+        made = [*same, *views, *constants]
         places = own | {n: num_own + k for k, n in enumerate(made)}
-        self._own_at = tuple(own)
+        self.own_at = tuple(own)
+        """Positions of the outputs that lie in its memory."""
         self._arrange = fast.taker(tuple(places[n] for n in range(count)))
         """Takes outputs in their order from what `run` makes of each kind."""
 
@@ -162,7 +154,7 @@ class Recording:
         **Lifetime:** tensors returned are fresh aliases of pool memory: the next replay of this recording writes
         over them, unless `Owner.is_safe` is asked first.
         """
-        others = [a.of(args[a.index]) for a in self._other_aliases]  # may raise: nothing is written
+        views = fast.views(args, self._views)  # may raise: nothing is written
         copy_in(self._copies, args)
         self.replay()
         for i, placeholder in self._write_back:
@@ -170,12 +162,8 @@ class Recording:
         if self.counted:
             written = [args[i] for i in self.counted if not args[i].is_inference()]
             torch.autograd.graph.increment_version(written)
-        given = [*self._same_of(args), *fast.views(args, self._views), *others, *self._constants]
+        given = [*self._same_of(args), *views, *self._constants]
         return self._arrange([*self.memory.aliases(), *given])
-
-    def copy_out(self, results: list[Any]) -> int:
-        """Put copies of its own outputs in their place, for the caller to keep; returns bytes copied."""
-        return fast.copy_out(results, self._own_at)
 
     # ---- what is held
 
@@ -254,16 +242,14 @@ class Recorder:
         self,
         args: list[Any],
         slot: int,
+        uses: Uses | None = None,
         *,
-        uses: tuple[frozenset[int] | None, frozenset[int]],
         copied: Collection[int] = (),
-        written: Collection[int] = (),
     ) -> Recording:
         """Record one signature; nobody but `args` may hold inputs that are to die inside.
 
-        `uses` are the outputs that the user gets (None: all), and those that others read. `written` are inputs that plain
-        calls wrote, besides those that the layout knows. Raises `CaptureError` where the callable gives an input another
-        shape, and `StagingError` where no placeholder can stand for one.
+        Raises `CaptureError` where the callable gives an input another shape, and `StagingError` where no placeholder can
+        stand for one.
         """
         owner, layout = self.owner, self.layout
         released = owner.begin_recording(slot)
@@ -296,8 +282,8 @@ class Recorder:
             outputs,
             staged,
             placeholders,
-            frozenset({*layout.mutated, *written, *watched.written()}),
-            *uses,
+            layout.mutated | watched.written(),
+            uses,
             consumes=consumes,
             outside=self._outside(watched, outputs, slot) if self.finds_writes else {},
             released=released,

@@ -25,7 +25,7 @@ Note [Seeds of attention]
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -34,8 +34,8 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from cgpass import torch_private
 from cgpass.errors import CaptureError, CheckpointError, InputError
 from cgpass.runtime.changes import Mode, new_lock
+from cgpass.runtime.driver import BoxedCallable
 
-Boxed = Callable[[list[Any]], Sequence[Any]]
 STATE_BYTES: Final = torch.default_generator.get_state().numel()
 _GOLDEN = 0x9E3779B97F4A7C15
 _STEPS_OF_A_CALL = 1 << 26
@@ -90,13 +90,13 @@ def note_replayed(states: Sequence[ForwardState], start: Any, draws: Sequence[in
 
 
 def caller_of(
-    fn: Boxed,
+    fn: BoxedCallable,
     devices: Sequence[torch.device],
     positions_at: int,
     *,
     is_backward: bool,
     exact: bool,
-) -> Boxed:
+) -> BoxedCallable:
     """Return a caller for a compiled graph with pairs, one on each of the devices, that is called like one without.
 
     The graph's last inputs are the pairs' states; `positions_at` is where the positions are among its outputs or inputs.
@@ -279,7 +279,7 @@ SAC_IGNORED_OPS.update(OPERATORS)
 # ---- seeds of attention
 
 
-def read_on_the_host(fn: Boxed, positions: Sequence[int]) -> Boxed:
+def read_on_the_host(fn: BoxedCallable, positions: Sequence[int]) -> BoxedCallable:
     """`fn`, with the seeds among its inputs on the host unless a capture runs."""
     if not positions:
         return fn

@@ -28,6 +28,7 @@ from cgpass.runtime.collectives import (
     only_wraps,
 )
 from cgpass.runtime.driver import BoxedCallable, CapturedGraph, CUDADriver, GraphDriver
+from cgpass.runtime.failures import random_states
 from cgpass.runtime.writes import tensors_in, written_by
 
 _POISON = 0xFF
@@ -245,12 +246,10 @@ class _Tape(torch_private.TorchDispatchMode):
 
     def _move(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
         storage = self._pool.allocate(source.nbytes())
-        address, num_bytes = storage.data_ptr(), storage.nbytes()
-        if address not in self._fresh:
-            if address in self._reused:
-                self._keep_contents(address, num_bytes)
-            else:
-                self._fresh[address] = num_bytes
+        if storage.data_ptr() in self._reused:
+            self._keep_contents(storage.data_ptr(), storage.nbytes())
+        else:
+            self._fresh[storage.data_ptr()] = storage.nbytes()
         storage.copy_(source)
         return storage
 
@@ -277,18 +276,23 @@ class SimulatedGraph(CapturedGraph):
 
     def replay(self) -> None:
         """Run every call on the memory of the recording."""
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):  # casts are calls of their own
-            under_way = UnderWay()
-            for func, args, kwargs, grad, recorded in self._calls:
-                # Some operators make less where no backward is to come.
-                torch.set_grad_enabled(grad)
-                under_way.wait_before(func, args, kwargs, recorded)
-                again = func(*args, **kwargs)
-                under_way.note(func, args, again)
-                for old, new in zip(tensors_in(recorded), tensors_in(again), strict=True):
-                    if _address(old) != _address(new):  # whole: elements may share memory
-                        old.untyped_storage().copy_(new.untyped_storage())
-            under_way.wait()
+        under_way, casts = UnderWay(), torch.is_autocast_enabled("cpu")
+        try:
+            # Casts are calls of their own. An exception inside of `torch.autocast` would leave its cache in use for good.
+            torch.set_autocast_enabled("cpu", False)
+            with torch.no_grad():
+                for func, args, kwargs, grad, recorded in self._calls:
+                    # Some operators make less where no backward is to come.
+                    torch.set_grad_enabled(grad)
+                    under_way.wait_before(func, args, kwargs, recorded)
+                    again = func(*args, **kwargs)
+                    under_way.note(func, args, again)
+                    for old, new in zip(tensors_in(recorded), tensors_in(again), strict=True):
+                        if _address(old) != _address(new):  # whole: elements may share memory
+                            old.untyped_storage().copy_(new.untyped_storage())
+                under_way.wait()
+        finally:
+            torch.set_autocast_enabled("cpu", casts)
 
     def reset(self) -> None:
         """Drop the tape, and the memory that no graph uses and nobody holds."""
@@ -299,15 +303,10 @@ class SimulatedGraph(CapturedGraph):
 class _Recording(Capture):
     """This thread records: afterwards inputs and generators are as before."""
 
-    def __init__(self, tape: _Tape, generators: Sequence[torch.Generator]) -> None:
+    def __init__(self, tape: _Tape, states: Sequence[tuple[torch.Generator, torch.Tensor]]) -> None:
         super().__init__()
         self._tape: _Tape | None = tape
-        self._generators = generators
-        self._states: list[tuple[torch.Generator, torch.Tensor]] = []
-
-    def begin(self) -> None:
-        self._states = [(generator, generator.get_state()) for generator in self._generators]
-        super().begin()
+        self._states = states
 
     def undo(self) -> None:
         super().undo()
@@ -330,17 +329,14 @@ class SimulatedDriver(GraphDriver):
         self, fn: BoxedCallable, args: list[Any], *, opaque: bool, slot: int = 0
     ) -> tuple[CapturedGraph, list[Any]]:
         """See `GraphDriver.record`. Runs `fn` once, then puts back its inputs and the generators."""
-        generators = [
-            torch.default_generator,
-            *(a for a in args if isinstance(a, torch.Generator)),
-        ]
+        states = random_states(self.device, args)
         pool = self._pools.get(slot) or SimulatedPool()
         self._pools[slot] = pool
         inputs = tensors_in(args)
-        tape = _Tape(pool, inputs, generators)
+        tape = _Tape(pool, inputs, [generator for generator, _ in states])
         memory = list(self._pools.values())  # as CUDA graphs: inputs live as long as who owns them
         del inputs
-        with _Recording(tape, generators), torch.no_grad():
+        with _Recording(tape, states), torch.no_grad():
             outputs = self._run(tape, fn, args, opaque=opaque)
         return SimulatedGraph(tape, memory), outputs
 

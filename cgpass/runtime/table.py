@@ -60,8 +60,8 @@ class RecordingTable:
         self._max_recordings = max_recordings
         self._seen: dict[Key, Seen] = {}
         """Least recently remembered first."""
-        self._more = 64
-        """How many keys may still be added before some are forgotten."""
+        self._limit = 64
+        """Keys that may be known before some are forgotten."""
 
     def get(self, shape: ShapeKey, places: bytes) -> Seen | None:
         """Return the entry of a key, if it was seen."""
@@ -92,8 +92,7 @@ class RecordingTable:
         """Note that a key was seen; returns its entry."""
         found = self._seen[new.key] = self._seen.pop(new.key, new)
         found.storages = new.storages
-        self._more -= found is new
-        if self._more < 0:
+        if len(self._seen) > self._limit:
             self._forget_unrecorded()
         return found
 
@@ -102,7 +101,7 @@ class RecordingTable:
         alive = [seen for seen in unrecorded if not seen.is_gone]
         for seen in {*unrecorded}.difference(alive[-_KEYS_KEPT:]):
             del self._seen[seen.key]
-        self._more = 64 + min(len(alive), _KEYS_KEPT)
+        self._limit = len(self._seen) + 64 + min(len(alive), _KEYS_KEPT)
 
     def drop(self, wanted: Callable[[Seen, Recording], bool]) -> list[Recording]:
         """Forget some recordings, but not their keys; returns what is to be closed."""

@@ -11,7 +11,7 @@ from cgpass import torch_private
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.errors import InputError, OutputError
 from cgpass.options import Options
-from cgpass.runtime import changes
+from cgpass.runtime import changes, fast
 from cgpass.runtime.executor import ranged
 from cgpass.runtime.inputs import check_tensor
 from cgpass.runtime.owner import Owner
@@ -133,7 +133,7 @@ class CUDAGraphWrapper:
                 raise
             results = list(outputs)
             if recording is not None and runner.owner.copies_results:
-                runner.stats.copied_bytes += recording.copy_out(results)
+                runner.stats.copied_bytes += fast.copy_out(results, recording.own_at)
         spec = results.pop()
         return pytree.tree_unflatten(results, spec)
 

@@ -41,8 +41,7 @@ class Changes:
         return frozenset(
             i
             for i, value, before in self._before
-            if value.numel() * value.element_size() != before.numel()
-            or not torch.equal(bits(value), before)
+            if value.nbytes != before.numel() or not torch.equal(bits(value), before)
         )
 
 

@@ -240,7 +240,7 @@ def _modes() -> str | None:
         "gradients are off": not torch.is_grad_enabled(),
         "inference mode is on": torch.is_inference_mode_enabled(),
         "autocast is on": torch.is_autocast_enabled("cpu"),
-        "a capture seems to run": bool(capturing._captures),
+        "a capture seems to run": bool(capturing.captures()),
         "torch.default_generator is replaced": not isinstance(
             torch.default_generator, torch.Generator
         ),

@@ -205,8 +205,7 @@ def gathers_recorded():
     tapes = [
         recording.graph._calls
         for owner in list(owners._owners)
-        for run in owner._members
-        for recording in run.table.all()
+        for recording in owner._recordings()
     ]
     return sum("all_gather_into_tensor" in str(func) for tape in tapes for func, *_ in tape)
 

@@ -31,7 +31,7 @@ def held():
         COPIED,
         owner=Owner(SimulatedDriver(), Options(max_pending_calls=1)),
     )
-    run.visible, run.read = frozenset({0}), frozenset({1})
+    run.uses = [(True, False), (False, True)]
     kept = [run.run([torch.ones(2)])[0] for _ in range(6)]
     assert len(kept) == 6
     return run
@@ -76,7 +76,7 @@ def raising():
 
 def sharing():
     run = runner(lambda x, y: [x.add_(1), y * 2], COPIED, COPIED, check_layout=True)
-    run.written = {0}
+    run.layout.mutated = frozenset({0})
     x = torch.ones(4)
     call(run, x[:2], x[1:3])
     return run

@@ -37,7 +37,7 @@ def test_a_runner_is_told_who_gets_its_outputs(visible, second_reads, read):
     if second_reads:
         steps.append(Step("captured_1", lambda args: args, (1,), (3,)))
     Executor(Plan(1, 4, tuple(steps), (1, 2), visible=frozenset(visible)), first.owner)
-    assert (first.visible, first.read) == (set(visible), read)
+    assert first.uses == [(n in visible, n in read) for n in (0, 1)]
 
 
 class Noting:

@@ -42,7 +42,7 @@ def test_values_of_other_partitions_that_lie_elsewhere():
 
 def test_results_that_are_held_with_their_backward_to_come():
     run = runner(lambda x: [x * 2, x + 1], COPIED)
-    run.visible, run.read = frozenset({0}), frozenset({1})
+    run.uses = [(True, False), (False, True)]
     call(run, torch.ones(2))
     call(run, torch.ones(2))
     held = [run.run([torch.ones(2)])[0], run.run([torch.ones(2)])[0]]

@@ -17,10 +17,9 @@ from tests.unit.runners import COPIED, call, counts, runner
 X = torch.ones(2)
 
 
-def partition(fn=lambda x: [x * 2], *, owner=None, read=(), visible=None, **settings):
+def partition(fn=lambda x: [x * 2], *, owner=None, uses=None, **settings):
     run = runner(fn, COPIED, owner=owner, **settings)
-    run.visible = None if visible is None else frozenset(visible)
-    run.read = frozenset(read)
+    run.uses = uses
     return run
 
 
@@ -73,7 +72,7 @@ def test_only_what_a_replay_overwrites_is_moved():
 @pytest.mark.parametrize("may_move", [True, False])
 def test_what_was_released_and_is_held_is_moved_before_something_is_recorded_on_it(may_move):
     owner = Owner(SimulatedDriver())
-    first = partition(owner=owner, **({} if may_move else {"visible": (), "read": (0,)}))
+    first = partition(owner=owner, **({} if may_move else {"uses": [(False, True)]}))
     second, third = (partition(lambda x, n=n: [x * n], owner=owner) for n in (3, 4))
     recorded(first)
     recorded(second)
@@ -89,7 +88,7 @@ def test_what_was_released_and_is_held_is_moved_before_something_is_recorded_on_
 def test_a_rescue_is_all_or_nothing():
     owner = Owner(SimulatedDriver())
     first = partition(owner=owner)
-    second = partition(lambda x: [x * 3], owner=owner, visible=(), read=(0,))
+    second = partition(lambda x: [x * 3], owner=owner, uses=[(False, True)])
     for _ in range(2):
         kept = [first.run([X])[0], second.run([X])[0]]
         if second.stats.recordings == 0:
@@ -142,7 +141,7 @@ def test_gradients_that_another_partition_overwrites_have_time_to_be_dropped(own
 @pytest.mark.parametrize("held", [True, False])
 def test_recordings_go_before_a_larger_one_unless_a_backward_reads_what_is_held(held):
     owner = Owner(SimulatedDriver())
-    first = partition(owner=owner, visible=(), read=(0,))
+    first = partition(owner=owner, uses=[(False, True)])
     second = partition(lambda x: [x * 3], owner=owner, check_layout=True)
     recording = recorded(first)
     recorded(second)

@@ -163,7 +163,7 @@ def back():
 def pending(calls_held=1, **settings):
     """Results are held that a backward reads."""
     run, args, _ = calls(2, 2, **settings)
-    run.visible, run.read = frozenset(), frozenset({0})
+    run.uses = [(False, True)]
     run.forget_recordings()
     return run, args, [run.run(args.copy())[0] for _ in range(calls_held)]
 
@@ -272,7 +272,7 @@ def test_what_is_written_beside_operators_is_found_by_its_bits():
 
     run = runner(fn, COPIED, check_layout=True)
     assert call(run, X.clone()) == [[4, 2]]
-    assert run.written == {0}
+    assert run.layout.mutated == {0}
 
 
 def test_a_recording_that_went_while_another_one_was_moved_is_left_alone():
@@ -422,7 +422,7 @@ def test_pending_calls_are_counted_for_each_set_of_storages_at_one_place():
     layers = [torch.from_numpy(memory) for _ in range(3)]
     for w in layers * 2:
         call(run, X, w, 2)
-    run.visible, run.read = frozenset(), frozenset({0})
+    run.uses = [(False, True)]
     run.forget_recordings()
     held = [run.run([X, w, 2])[0] for w in layers]
     assert run.stats.plain_calls == 0
