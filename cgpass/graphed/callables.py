@@ -11,10 +11,10 @@ import torch
 
 from cgpass import torch_private
 from cgpass.errors import CaptureError
-from cgpass.graphed.binding import Binding, OutputStructure
+from cgpass.graphed.binding import Binding
 from cgpass.graphed.modules import Statics, Target
 from cgpass.graphed.options import GraphedOptions, Hooks, run_hook
-from cgpass.graphed.pair import Call, Pair
+from cgpass.graphed.pair import Call, Key, Pair
 from cgpass.runtime import fast
 from cgpass.runtime.changes import mend, open_modes
 from cgpass.runtime.failures import random_state_kept
@@ -22,9 +22,6 @@ from cgpass.runtime.owner import Owner
 from cgpass.telemetry import new_call_stats
 
 log = logging.getLogger(__name__)
-
-Key = tuple[bytes, bytes, tuple[bool, ...]]
-"""Where parameters and buffers lie, which of them require grad, and flags among the arguments."""
 
 
 @contextlib.contextmanager
@@ -67,10 +64,6 @@ class GraphedFunction:
         """True if a backward is recorded where results require grad."""
         self.makes_weight_grads = target.backward_dw
         """What makes the gradients that the backward leaves out, of weights, by filling their `.grad`."""
-        self.structure: OutputStructure | None = None
-        """Of the last run's result."""
-        self.keeps_inputs = False
-        """True if something keeps arguments that does not tell."""
         self.due: deque[Call] = deque()
         """Calls whose backward ran, but not yet what was split off, oldest first."""
         self._target, self._owner = target, owner
@@ -99,8 +92,7 @@ class GraphedFunction:
 
     def add(self, pair: Pair) -> None:
         """Take a recording."""
-        key = pair.key, fast.requiring_grad(self.statics.now()), pair.flags
-        self._pairs.setdefault(key, []).append(pair)
+        self._pairs.setdefault(pair.key, []).append(pair)
 
     # ---- a call
 
@@ -139,9 +131,10 @@ class GraphedFunction:
             pair, members = self._pair(owner, flags)
             why = "it was recorded again more often than max_rerecords, or parameters are computed"
             if pair is not None:
-                why = pair.why_not(tensors, members)
+                tensors += members
+                why = pair.why_not(tensors)
                 if why is None:
-                    return pair.structure.build(pair.run(tensors, members))
+                    return pair.structure.build(pair.run(tensors))
         return self._run_plainly(why, args, kwargs)
 
     def _settings_now(self) -> tuple[Any, ...]:
@@ -212,8 +205,9 @@ class GraphedFunction:
         hooked = statics.left_in_place() if self.hooks else contextlib.nullcontext()
         try:
             with hooked, prepared(self.options, owner.driver.device):
-                pair.warm_up(1, in_pool=False)
-                pair.record_backward(*pair.record_forward())
+                pair.warm_up(1)
+                pair.record_forward()
+                pair.record_backward()
         except BaseException as error:
             pair.close()
             if not again or not isinstance(error, CaptureError):
@@ -223,16 +217,9 @@ class GraphedFunction:
             return None
         self.add(pair)
         # Hooks may move parameters: where they had them, this call's own may never be.
-        same = statics is self.statics and pair.key == key[0] == fast.layouts(statics.now())
+        is_same = fast.layouts(statics.now()) == key[0] and statics is self.statics
+        same = is_same and pair.key == key
         return pair if same or not again else None
-
-    def note_result(self, result: Any) -> None:
-        """Look at a result: each call gets one made as this."""
-        structure = OutputStructure(result)
-        why = None if self.structure is None else structure.misfit(self.structure)
-        if why is not None:
-            raise self.refusal(f"returns {why}")
-        self.structure = structure
 
     # ---- end
 

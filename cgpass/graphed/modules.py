@@ -14,7 +14,6 @@ import torch
 
 from cgpass import torch_private
 from cgpass.errors import GraphedArgumentError
-from cgpass.graphed.binding import firsts
 from cgpass.runtime import fast
 from cgpass.runtime.inputs import check_tensor
 
@@ -210,7 +209,6 @@ class Statics:
 
         Hooks of the module `around` run around what is recorded.
         """
-        self._callable = name
         self._dicts: list[dict[str, Any]] = []
         self._keys: list[str] = []
         self.names: list[str] = []
@@ -274,28 +272,9 @@ class Statics:
         """The tensors as they are; one object that has several names is there as often."""
         return fast.members(self._dicts, self._keys)
 
-    def firsts(self) -> tuple[int, ...]:
-        """Positions of the tensors in `now()`, each once."""
-        return tuple(sorted(set(firsts(self.now()))))
-
     def distinct(self) -> list[torch.Tensor]:
         """The tensors as they are, each once."""
         return list({id(tensor): tensor for tensor in self.now()}.values())
-
-    def with_others(self, others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Others in place of `distinct()`, one for each name."""
-        numbers = {id(tensor): k for k, tensor in enumerate(self.distinct())}
-        return [others[numbers[id(tensor)]] for tensor in self.now()]
-
-    def check_kept(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise if modules hold others than these, which were put."""
-        now = self.now()
-        names = [self.names[i] for i, tensor in enumerate(tensors) if now[i] is not tensor]
-        if names:
-            raise GraphedArgumentError(
-                f"make_graphed_callables: {self._callable} assigns {', '.join(names)} anew when it runs, and a replay "
-                "would not. Write in place, as in self.buffer.copy_(value) or self.buffer.add_(1)."
-            )
 
     @contextlib.contextmanager
     def left_in_place(self) -> Iterator[None]:
