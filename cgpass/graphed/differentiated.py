@@ -65,8 +65,9 @@ class Differentiated:
         """Results that have a gradient."""
         self.read: set[int] = set()
         """Of `leaves`, parameters and buffers that the graph saved as they are."""
-        self.reached: set[int] = set()
-        """Of `leaves`, those that the graph leads to."""
+        self._reached: set[int] = set()
+        self.wanted: tuple[int, ...] = ()
+        """Of `leaves`, those that the graph leads to, in order."""
         self.keeps_inputs = False
         """True if something keeps arguments that does not tell, as a warm-up finds."""
 
@@ -141,6 +142,7 @@ class Differentiated:
         each, taken = None, saved.copy()
         saved.clear()  # the graph holds what packs
         copies.clear()
+        self.wanted = tuple(sorted(self._reached))
         self.keeps_inputs = self._warms_up and (is_opaque or _are_kept(self.leaves, end))
         return taken
 
@@ -179,7 +181,7 @@ class Differentiated:
                 "detach it"
             )
         if id(variable) in known:
-            self.reached.add(known[id(variable)])
+            self._reached.add(known[id(variable)])
         elif variable is not None and variable.numel() and d.statics.unchanged():
             raise d.refusal(
                 f"uses a tensor of shape {list(variable.shape)} that requires grad and is neither an argument nor read as "
@@ -223,9 +225,8 @@ class Differentiated:
         saved: list[Any],
         grads: list[Any],
         members: Sequence[torch.Tensor],
-        wanted: Sequence[int],
     ) -> list[torch.Tensor | None]:
-        """Gradients of some of `leaves`, or None, as outside of `torch.autocast`, each in memory of its own.
+        """Gradients of `wanted`, or None, as outside of `torch.autocast`, each in memory of its own.
 
         The lists are emptied.
         """
@@ -238,13 +239,13 @@ class Differentiated:
         del known
         saved.clear()
         grads.clear()
-        if not wanted:
+        if not self.wanted:
             return []
         try:
             with torch_private.autocast_cache_off(), self._placed(members), self._no_autocast():
                 found = torch.autograd.grad(
                     self._edges,
-                    [self.leaves[i] for i in wanted],
+                    [self.leaves[i] for i in self.wanted],
                     given,
                     retain_graph=True,
                     allow_unused=True,

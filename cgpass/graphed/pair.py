@@ -154,7 +154,6 @@ class Pair:
         results, saved = outputs[:num_results], outputs[num_results:]
         self._held = results, saved, members
         self._is_alone |= self.graph.keeps_inputs
-        self._wanted = tuple(sorted(self.graph.reached))
         self._end_saved = len(saved)
         self._end_members = len(saved) + len(members)
         if not warms_up:
@@ -189,12 +188,10 @@ class Pair:
         shared = [n for n, k in own.items() if n < first and blocks[k] in index]
         self._take_shared = fast.taker(tuple(shared))
         """Takes results that share memory with saved tensors, so may not be written until the backward."""
-        self._edges = tuple(range(len(self._wanted)))
-        self._take_wanted = fast.taker(self._wanted)
+        self._edges = tuple(range(len(graph.wanted)))
+        self._take_wanted = fast.taker(graph.wanted)
         read = graph.read.union(alias.index for alias in self._views.values())
         self._take_read = fast.taker(tuple(read))
-        self._token = (torch.empty(0, device="cpu"),) if saved or read else ()
-        """What autograd's node saves, to refuse a second backward where eager does."""
 
     def _backward(self, execute: Execute) -> list[Any]:
         """Run the backward of the forward that was run, on gradients of zeros, if it has one."""
@@ -225,7 +222,7 @@ class Pair:
         saved, members = args[: self._end_saved], args[self._end_saved : self._end_members]
         grads = args[self._end_members :][: len(self.graph.with_grad)]
         args.clear()
-        return self.graph.backward(saved, grads, members, self._wanted)
+        return self.graph.backward(saved, grads, members)
 
     def _make_weight_grads(self, args: list[Any]) -> list[Any]:
         return self.graph.weight_grads(args[: self._end_members - self._end_saved])
@@ -321,7 +318,7 @@ class Pair:
         self._call = weakref.ref(call)
         checked = [*self._take_shared(results), *self._take_read(args)]
         where = wanted, self._edges, results, graph.with_grad
-        fast.attach(_run_backward, call, *where, checked, self._token, "GraphedBackward")
+        fast.attach(_run_backward, call, *where, checked, (), "GraphedBackward")
         for n in self._given:
             results[n] = _Given.apply(results[n])
         return results
@@ -342,7 +339,7 @@ class Pair:
     def backward(self, call: Call, grads: list[Any]) -> list[Any]:
         """Gradients for what a call wanted some for."""
         owner, d = self._owner, self.description
-        call.ended = bool(self._token) and not torch_private.keeps_graph()
+        call.ended = not torch_private.keeps_graph()
         with owner.lock:
             owner.enter_call(is_backward=True)
             backward = self._recordings.get("backward")
@@ -451,7 +448,9 @@ def _backward(call: Call, saved: list[Any] | None, grads: list[Any] | None) -> l
             f"{call.name}: gradients of its gradients are not recorded. Call the original callable where you need them."
         )
     if call.pair is None:
-        raise GraphedBackwardError(f"{call.name}: a second backward through one forward.")
+        raise GraphedBackwardError(
+            f"{call.name}: a second backward through one forward. Ask for its gradients together, or with retain_graph=True."
+        )
     saved.clear()
     try:
         if not torch.is_grad_enabled():
@@ -498,12 +497,10 @@ def _blamed(name: str, direction: str) -> Iterator[None]:
         if not is_capture_error(error) and "not registered with the graph" not in str(error):
             raise
         reason = str(error).strip().split("\n", 1)[0].rstrip(".")
-        frames = traceback.extract_tb(error.__traceback__)
+        frames = traceback.extract_tb(error.__traceback__)[::-1]
         own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
-        own = own or [frame for frame in frames if frame.filename.startswith(_MODULES)]
         where = ""
-        if own:
-            at = own[-1]
+        for at in (own or [each for each in frames if each.filename.startswith(_MODULES)])[:1]:
             line = (at.line or "").rstrip(":")
             where = f", at {Path(at.filename).name}:{at.lineno} in {at.name}: {line}"
         raise CaptureError(
