@@ -415,9 +415,6 @@ class Pair:
     def close(self) -> None:
         """Free the graphs; what is held stays its holders', and a backward that is due runs without a graph."""
         self.closed = True
-        due = self.description.due
-        for call in [call for call in due if call.pair is self]:
-            due.remove(call)
         for recording in self._recordings.values():
             self._owner.close_recording(recording)
         self._recordings.clear()
