@@ -314,6 +314,8 @@ class Pair:
         wanted = self._take_wanted(args)
         if not with_grad or not graph.with_grad or not any(t.requires_grad for t in wanted):
             return results
+        for n in self._given:
+            results[n] = results[n].detach()  # the call's own argument gets no history
         call = Call(self, args[self._num_inputs :], position)
         self._call = weakref.ref(call)
         checked = [*self._take_shared(results), *self._take_read(args)]

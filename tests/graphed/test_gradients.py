@@ -129,3 +129,14 @@ def test_a_second_backward_of_what_saved_nothing_is_refused(setting):
     message = "a second backward through one forward. Ask for its gradients together"
     with pytest.raises(cgpass.errors.GraphedBackwardError, match=message):
         out.sum().backward()
+
+
+def test_an_argument_that_is_returned_gets_no_history(setting):
+    linear = setting.module(torch.nn.Linear(4, 4))
+    sample = (setting.randn(3, 4, grad=True),)
+    graphed = setting.graphed(lambda x: (linear(x), x, x[0]), sample, modules=(linear,))
+    x = setting.randn(3, 4)
+    made, same_one, view = graphed(x)
+    assert (x.grad_fn, x.requires_grad) == (None, False)
+    (made.sum() + same_one.sum() + view.sum()).backward()
+    same(linear.bias.grad, torch.full_like(linear.bias, 3.0))
