@@ -121,21 +121,24 @@ class GraphedFunction:
         owner = self._owner
         self.stats.calls += 1
         if owner is None or owner.closed or owner.driver.is_capturing():
-            return self._run_plainly(None, args, kwargs)
+            self.stats.plain_calls += 1
+            return self.ungraphed(*args, **kwargs)
         why = self._why_plain()
         tensors, flags = (why, ()) if why else self.binding.bind(args, kwargs)
         if isinstance(tensors, str):
-            return self._run_plainly(tensors, args, kwargs)
-        with owner.lock:
-            owner.enter_call()
-            pair, members = self._pair(owner, flags)
-            why = "it was recorded again more often than max_rerecords, or parameters are computed"
-            if pair is not None:
-                tensors += members
-                why = pair.why_not(tensors)
-                if why is None:
-                    return pair.structure.build(pair.run(tensors))
-        return self._run_plainly(why, args, kwargs)
+            why = tensors
+        else:
+            with owner.lock:
+                owner.enter_call()
+                pair, members = self._pair(owner, flags)
+                why = "it was recorded again more often than max_rerecords, or parameters are computed"
+                if pair is not None:
+                    tensors += members
+                    why = pair.why_not(tensors)
+                    if why is None:
+                        return pair.structure.build(pair.run(tensors))
+        self.note_plain(why)
+        return self.ungraphed(*args, **kwargs)
 
     def _settings_now(self) -> tuple[Any, ...]:
         """Return the settings around a call that a graph would freeze."""
@@ -175,15 +178,10 @@ class GraphedFunction:
         now = self.statics.now()  # a first run may make some
         return again, now if again is None else again.take(now)
 
-    def note_plain(self, why: str | None) -> None:
-        """Count a call that runs without a graph, and say why, if that is worth saying."""
+    def note_plain(self, why: str) -> None:
+        """Count a call that runs without a graph, and say why."""
         self.stats.plain_calls += 1
-        if why is not None:
-            self.tell(f"runs without a graph: {why}.")
-
-    def _run_plainly(self, why: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.note_plain(why)
-        return self.ungraphed(*args, **kwargs)
+        self.tell(f"runs without a graph: {why}.")
 
     # ---- recording again
 
