@@ -162,7 +162,7 @@ class GraphedFunction:
         return None
 
     def _pair(
-        self, owner: Owner, flags: tuple[bool, ...]
+        self, owner: Owner, flags: tuple[bool, ...], *, may_record: bool = True
     ) -> tuple[Pair | None, list[torch.Tensor]]:
         """The pair to be replayed, and parameters and buffers as they are."""
         try:
@@ -174,9 +174,10 @@ class GraphedFunction:
         for pair in pairs:
             if pair.is_free():
                 return pair, pair.take(now)
-        again = self._record_again(owner, key, held=bool(pairs))
-        now = self.statics.now()  # a first run may make some
-        return again, now if again is None else again.take(now)
+        if may_record and self._record_again(owner, flags, held=bool(pairs)):
+            # a first run may make some, and where hooks had them, this call's own may never be
+            return self._pair(owner, flags, may_record=False)
+        return None, []
 
     def note_plain(self, why: str) -> None:
         """Count a call that runs without a graph, and say why."""
@@ -185,20 +186,20 @@ class GraphedFunction:
 
     # ---- recording again
 
-    def _record_again(self, owner: Owner, key: Key, *, held: bool) -> Pair | None:
-        """Record for parameters elsewhere, other flags, or beside what a pending call needs; None if that can't be."""
+    def _record_again(self, owner: Owner, flags: tuple[bool, ...], *, held: bool) -> bool:
+        """Record for parameters elsewhere, other flags, or beside what a pending call needs; False if that can't be."""
         statics, again = self.statics, bool(self._pairs)
         if again:
             # Parameters that are computed in each call (functional_call) lie elsewhere each time.
             is_computed = any(t.grad_fn is not None for t in statics.now())
             if self._num_rerecords >= self.options.max_rerecords or is_computed:
-                return None
+                return False
             self._num_rerecords += 1
             self.stats.rerecordings += 1
             why = "tensors kept beside autograd wait for their backward"
             why = why if held else "parameters or buffers moved, or flags changed"
             log.info("%s records again (%d): %s", self.name, self._num_rerecords, why)
-        pair = Pair(self, owner, key[2])
+        pair = Pair(self, owner, flags)
         owner.driver.prepare_thread()
         hooked = statics.left_in_place() if self.hooks else contextlib.nullcontext()
         try:
@@ -212,12 +213,9 @@ class GraphedFunction:
                 raise
             self.tell(f"runs without a graph: {str(error).rstrip('.')}.")
             self._num_rerecords = self.options.max_rerecords
-            return None
+            return False
         self.add(pair)
-        # Hooks may move parameters: where they had them, this call's own may never be.
-        is_same = fast.layouts(statics.now()) == key[0] and statics is self.statics
-        same = is_same and pair.key == key
-        return pair if same or not again else None
+        return True
 
     # ---- end
 
