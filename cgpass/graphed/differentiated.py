@@ -13,10 +13,9 @@ Note [A backward with explicit saved tensors]
     saved tensors would lose. For that reason hooks are registered afterwards, and not by `saved_tensors_hooks`.
 
     Some nodes don't tell what they saved (autograd functions in C++), and Python code may keep tensors as it likes
-    (`ctx.x = x`, weight gradients that are computed later). What they keep of the arguments a warm-up finds, and then no
-    other recording shares their memory (`keeps_inputs`); what they keep of the pool is found by who owns memory there
-    after a capture (`Pair._keeps_memory`). A replay would overwrite it: such a recording has a pool of its own and serves one call
-    at a time.
+    (`ctx.x = x`, weight gradients that are computed later). What they keep of the arguments a warm-up finds
+    (`keeps_inputs`); what they keep of the pool is found by who owns memory there after a capture. A replay would
+    overwrite it: such a recording shares no memory and serves one call at a time (`Pair._is_alone`).
 """
 
 import functools
@@ -267,12 +266,7 @@ class Differentiated:
         """For each member the gradient that the backward left out, as `backward_dw` makes it, or None."""
         make = self._d.makes_weight_grads
         assert make is not None
-        with (
-            torch_private.autocast_cache_off(),
-            self._placed(members),
-            torch.no_grad(),
-            self._no_autocast(),
-        ):
+        with torch_private.autocast_cache_off(), self._placed(members), self._no_autocast():
             make()
             stand_ins = self.leaves[self._num_inputs :]
             found = [None if t.grad is None else t.grad.clone() for t in stand_ins]
