@@ -78,7 +78,8 @@ class GraphedFunction:
     def find_statics(self) -> None:
         """Look for parameters and buffers, once more when modules have other members than they had."""
         self._close_pairs()
-        self.statics = self._target.statics(self.binding.device)
+        target = self._target
+        self.statics = Statics(target.modules, self.binding.device, self.name, target.around)
 
     def run_hook(self, name: str, *args: Any) -> None:
         """Run a capture-time hook."""

@@ -78,7 +78,8 @@ class Target:
         if isinstance(holder, torch.nn.Module) and holder not in self.modules:
             self.modules.insert(0, holder)
         is_forward = self.is_module or getattr(self.run, "__name__", "") == "forward"
-        self._around = holder if is_forward else None
+        self.around = holder if is_forward else None
+        """The module whose hooks run around it."""
         self._check()
 
     def _check(self) -> None:
@@ -105,10 +106,6 @@ class Target:
     def refusal(self, why: str) -> GraphedArgumentError:
         """Return what is raised where it can't be recorded."""
         return GraphedArgumentError(f"make_graphed_callables: {self.name} {why}.")
-
-    def statics(self, device: torch.device) -> "Statics":
-        """Return the state that it reads besides its arguments, on a device."""
-        return Statics(self.modules, device, self.name, around=self._around)
 
     @property
     def backward_dw(self) -> Callable[[], Any] | None:
@@ -205,7 +202,7 @@ class Statics:
         modules: Sequence[torch.nn.Module],
         device: torch.device,
         name: str,
-        around: torch.nn.Module | None = None,
+        around: torch.nn.Module | None,
     ) -> None:
         """Find them on a device; tensors elsewhere are none that a graph could read.
 
