@@ -178,24 +178,20 @@ def _record(
     Results and saved tensors are held until their backward, gradients until the next one, and those of each callable's
     first backward to the end: whatever is recorded meanwhile lies elsewhere.
     """
-    held: dict[int, tuple[Any, ...]] = {}
     grads: dict[int, Any] = {}
     try:
         with prepared(options, owner.driver.device), owner.lock:
-            slots = [None if d.makes_weight_grads else 0 for d in functions]
-            described = zip(functions, slots, strict=True)
-            pairs = [Pair(d, owner, d.binding.flags, slot) for d, slot in described]
+            pairs = [Pair(each, owner, each.binding.flags, in_order=True) for each in functions]
             run_hook(options.warmup_hooks, "pre_warmup")
             for number in [number for is_forward, number in steps if is_forward]:
-                pairs[number].warm_up(options.num_warmup_iters, in_pool=True)
+                pairs[number].warm_up(options.num_warmup_iters)
             run_hook(options.warmup_hooks, "post_warmup")
             for is_forward, number in steps:
                 if is_forward:
-                    held[number] = pairs[number].record_forward()
+                    pairs[number].record_forward()
                     continue
-                found = grads[-1] = pairs[number].record_backward(*held[number])
+                found = grads[-1] = pairs[number].record_backward()
                 grads.setdefault(numbers[number], found)
-                del held[number]
             for function, pair in zip(functions, pairs, strict=True):
                 function.add(pair)
     except BaseException:

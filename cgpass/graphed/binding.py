@@ -53,7 +53,6 @@ class Binding:
         self._distinct = sorted(set(self._firsts))
         self.samples = [_dense(tensors[i]) for i in self._distinct]
         """The sample's tensors, each once, each element in a place of its own."""
-        self.requires_grad = [sample.requires_grad for sample in self.samples]
         self.names = [self._names[self._places[number]] for number in self._distinct]
         """What the user calls them, each in the first of its places."""
 
@@ -128,21 +127,20 @@ def _described(value: Any, requires_grad: int) -> str:
 
 
 def _dense(sample: torch.Tensor) -> torch.Tensor:
-    is_lazy = sample.is_conj() or sample.is_neg() or sample.is_inference()
-    if not is_lazy and not overlaps_itself(sample):
-        return sample
-    with torch.inference_mode(False), torch.no_grad():
-        dense = torch.empty_like(sample, memory_format=torch.contiguous_format).copy_(sample)
-    return like_leaf(sample, dense, sample.requires_grad)
+    dense, is_lazy = sample, sample.is_conj() or sample.is_neg() or sample.is_inference()
+    if is_lazy or overlaps_itself(sample):
+        with torch.inference_mode(False), torch.no_grad():
+            dense = torch.empty_like(sample, memory_format=torch.contiguous_format).copy_(sample)
+    return like_leaf(sample, dense)
 
 
-def like_leaf(sample: torch.Tensor, data: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+def like_leaf(sample: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     """Return a leaf of autograd with other memory, and otherwise what Python code sees of a sample."""
     leaf = data.detach()
     if type(sample) is torch.nn.Parameter:
-        leaf = torch.nn.Parameter(leaf, requires_grad)
+        leaf = torch.nn.Parameter(leaf, sample.requires_grad)
     vars(leaf).update(vars(sample))
-    return leaf.requires_grad_(requires_grad)
+    return leaf.requires_grad_(sample.requires_grad)
 
 
 def _flattened(

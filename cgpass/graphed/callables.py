@@ -10,10 +10,10 @@ import torch
 
 from cgpass import torch_private
 from cgpass.errors import CaptureError
-from cgpass.graphed.binding import Binding, OutputStructure
+from cgpass.graphed.binding import Binding
 from cgpass.graphed.modules import Statics, Target
 from cgpass.graphed.options import GraphedOptions, Hooks, run_hook
-from cgpass.graphed.pair import Call, Pair
+from cgpass.graphed.pair import Call, Key, Pair
 from cgpass.runtime import fast
 from cgpass.runtime.changes import mend, open_modes
 from cgpass.runtime.failures import random_state_kept
@@ -21,9 +21,6 @@ from cgpass.runtime.owner import Owner
 from cgpass.telemetry import new_call_stats
 
 log = logging.getLogger(__name__)
-
-Key = tuple[bytes, bytes, tuple[bool, ...]]
-"""Where parameters and buffers lie, which of them require grad, and flags among the arguments."""
 
 
 @contextlib.contextmanager
@@ -66,10 +63,6 @@ class GraphedFunction:
         """True if a backward is recorded where results require grad."""
         self.makes_weight_grads = target.backward_dw
         """What makes the gradients that the backward leaves out, of weights, by filling their `.grad`."""
-        self.structure: OutputStructure | None = None
-        """Of the last run's result."""
-        self.keeps_inputs = False
-        """True if something keeps arguments that does not tell."""
         self.due: deque[Call] = deque()
         """Calls whose backward ran, but not yet what was split off, oldest first."""
         self._target, self._owner = target, owner
@@ -84,7 +77,8 @@ class GraphedFunction:
     def find_statics(self) -> None:
         """Look for parameters and buffers, once more when modules have other members than they had."""
         self._close_pairs()
-        self.statics = self._target.statics(self.binding.device)
+        target = self._target
+        self.statics = Statics(target.modules, self.binding.device, self.name, target.around)
 
     def run_hook(self, name: str, *args: Any) -> None:
         """Run a capture-time hook."""
@@ -98,8 +92,7 @@ class GraphedFunction:
 
     def add(self, pair: Pair) -> None:
         """Take a recording."""
-        key = pair.key, fast.requiring_grad(self.statics.now()), pair.flags
-        self._pairs.setdefault(key, []).append(pair)
+        self._pairs.setdefault(pair.key, []).append(pair)
 
     # ---- a call
 
@@ -128,20 +121,24 @@ class GraphedFunction:
         owner = self._owner
         self.stats.calls += 1
         if owner is None or owner.closed or owner.driver.is_capturing():
-            return self._run_plainly(None, args, kwargs)
+            self.stats.plain_calls += 1
+            return self.ungraphed(*args, **kwargs)
         why = self._why_plain()
         tensors, flags = (why, ()) if why else self.binding.bind(args, kwargs)
         if isinstance(tensors, str):
-            return self._run_plainly(tensors, args, kwargs)
-        with owner.lock:
-            owner.enter_call()
-            pair, members = self._pair(owner, flags)
-            why = "it was recorded again more often than max_rerecords, or parameters are computed"
-            if pair is not None:
-                why = pair.why_not(tensors, members)
-                if why is None:
-                    return pair.structure.build(pair.run(tensors, members))
-        return self._run_plainly(why, args, kwargs)
+            why = tensors
+        else:
+            with owner.lock:
+                owner.enter_call()
+                pair, members = self._pair(owner, flags)
+                why = "it was recorded again more often than max_rerecords, or parameters are computed"
+                if pair is not None:
+                    tensors += members
+                    why = pair.why_not(tensors)
+                    if why is None:
+                        return pair.structure.build(pair.run(tensors))
+        self.note_plain(why)
+        return self.ungraphed(*args, **kwargs)
 
     def _settings_now(self) -> tuple[Any, ...]:
         """Return the settings around a call that a graph would freeze."""
@@ -165,7 +162,7 @@ class GraphedFunction:
         return None
 
     def _pair(
-        self, owner: Owner, flags: tuple[bool, ...]
+        self, owner: Owner, flags: tuple[bool, ...], *, may_record: bool = True
     ) -> tuple[Pair | None, list[torch.Tensor]]:
         """The pair to be replayed, and parameters and buffers as they are."""
         try:
@@ -177,61 +174,48 @@ class GraphedFunction:
         for pair in pairs:
             if pair.is_free():
                 return pair, pair.take(now)
-        again = self._record_again(owner, key, held=bool(pairs))
-        now = self.statics.now()  # a first run may make some
-        return again, now if again is None else again.take(now)
+        if may_record and self._record_again(owner, flags, held=bool(pairs)):
+            # a first run may make some, and where hooks had them, this call's own may never be
+            return self._pair(owner, flags, may_record=False)
+        return None, []
 
-    def note_plain(self, why: str | None) -> None:
-        """Count a call that runs without a graph, and say why, if that is worth saying."""
+    def note_plain(self, why: str) -> None:
+        """Count a call that runs without a graph, and say why."""
         self.stats.plain_calls += 1
-        if why is not None:
-            self.tell(f"runs without a graph: {why}.")
-
-    def _run_plainly(self, why: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.note_plain(why)
-        return self.ungraphed(*args, **kwargs)
+        self.tell(f"runs without a graph: {why}.")
 
     # ---- recording again
 
-    def _record_again(self, owner: Owner, key: Key, *, held: bool) -> Pair | None:
-        """Record for parameters elsewhere, other flags, or beside what a pending call needs; None if that can't be."""
+    def _record_again(self, owner: Owner, flags: tuple[bool, ...], *, held: bool) -> bool:
+        """Record for parameters elsewhere, other flags, or beside what a pending call needs; False if that can't be."""
         statics, again = self.statics, bool(self._pairs)
         if again:
             # Parameters that are computed in each call (functional_call) lie elsewhere each time.
             is_computed = any(t.grad_fn is not None for t in statics.now())
             if self._num_rerecords >= self.options.max_rerecords or is_computed:
-                return None
+                return False
             self._num_rerecords += 1
             self.stats.rerecordings += 1
             why = "tensors kept beside autograd wait for their backward"
             why = why if held else "parameters or buffers moved, or flags changed"
             log.info("%s records again (%d): %s", self.name, self._num_rerecords, why)
-        pair = Pair(self, owner, key[2])
+        pair = Pair(self, owner, flags)
         owner.driver.prepare_thread()
         hooked = statics.left_in_place() if self.hooks else contextlib.nullcontext()
         try:
             with hooked, prepared(self.options, owner.driver.device):
-                pair.warm_up(1, in_pool=False)
-                pair.record_backward(*pair.record_forward())
+                pair.warm_up(1)
+                pair.record_forward()
+                pair.record_backward()
         except BaseException as error:
             pair.close()
             if not again or not isinstance(error, CaptureError):
                 raise
             self.tell(f"runs without a graph: {str(error).rstrip('.')}.")
             self._num_rerecords = self.options.max_rerecords
-            return None
+            return False
         self.add(pair)
-        # Hooks may move parameters: where they had them, this call's own may never be.
-        same = statics is self.statics and pair.key == key[0] == fast.layouts(statics.now())
-        return pair if same or not again else None
-
-    def note_result(self, result: Any) -> None:
-        """Look at a result: each call gets one made as this."""
-        structure = OutputStructure(result)
-        why = None if self.structure is None else structure.misfit(self.structure)
-        if why is not None:
-            raise self.refusal(f"returns {why}")
-        self.structure = structure
+        return True
 
     # ---- end
 

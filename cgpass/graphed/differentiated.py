@@ -13,10 +13,9 @@ Note [A backward with explicit saved tensors]
     saved tensors would lose. For that reason hooks are registered afterwards, and not by `saved_tensors_hooks`.
 
     Some nodes don't tell what they saved (autograd functions in C++), and Python code may keep tensors as it likes
-    (`ctx.x = x`, weight gradients that are computed later). What they keep of the arguments a warm-up finds, and then no
-    other recording shares their memory (`keeps_inputs`); what they keep of the pool is found by who owns memory there
-    after a capture (`Pair._keeps_memory`). A replay would overwrite it: such a recording has a pool of its own and serves one call
-    at a time.
+    (`ctx.x = x`, weight gradients that are computed later). What they keep of the arguments a warm-up finds
+    (`keeps_inputs`); what they keep of the pool is found by who owns memory there after a capture. A replay would
+    overwrite it: such a recording shares no memory and serves one call at a time (`Pair._is_alone`).
 """
 
 import functools
@@ -38,7 +37,6 @@ from cgpass.runtime.writes import has_place
 
 if TYPE_CHECKING:
     from cgpass.graphed.callables import GraphedFunction
-    from cgpass.graphed.modules import Statics
 
 _REENTRANT = "CheckpointFunctionBackward"
 """Nodes of torch's checkpoints that are no hooks of saved tensors."""
@@ -50,12 +48,9 @@ class Differentiated:
     def __init__(self, d: "GraphedFunction", flags: tuple[bool, ...], *, warms_up: bool) -> None:
         """Describe a run. See Note [A backward with explicit saved tensors]."""
         self._d, self._flags, self._warms_up = d, flags, warms_up
-        self._stand_ins = [
-            like_leaf(t, t.new_empty(0), t.requires_grad) for t in d.statics.distinct()
-        ]
-        self.num_members = len(self._stand_ins)
-        """Number of parameters and buffers."""
-        self._inputs: list[torch.Tensor] = []
+        self._num_inputs = len(d.binding.samples)
+        self.leaves: list[torch.Tensor] = []
+        """What may get a gradient: arguments, then stand-ins for parameters and buffers."""
         self._saved: list[torch.Tensor | None] = []
         self._left: list[float] = []
         self._uses: list[float] = []
@@ -68,50 +63,47 @@ class Differentiated:
         self.with_grad: list[int] = []
         """Results that have a gradient."""
         self.read: set[int] = set()
-        """Parameters and buffers that the graph saved as they are."""
-        self.reached: set[int] = set()
-        """Of `_leaves()`, those that the graph leads to."""
-        self.written: set[int] = set()
-        """Inputs and, after them, parameters and buffers that the forward wrote."""
-
-    def _leaves(self) -> list[torch.Tensor]:
-        """Return the tensors that may get a gradient: arguments, then parameters and buffers."""
-        return [*self._inputs, *self._stand_ins]
+        """Of `leaves`, parameters and buffers that the graph saved as they are."""
+        self._reached: set[int] = set()
+        self.wanted: tuple[int, ...] = ()
+        """Of `leaves`, those that the graph leads to, in order."""
+        self.keeps_inputs = False
+        """True if something keeps arguments that does not tell, as a warm-up finds."""
 
     # ---- forward
 
-    def forward(self, inputs: Sequence[torch.Tensor], members: Sequence[torch.Tensor]) -> list[Any]:
-        """Run the callable on inputs, members lying where they are told; returns its result's tensors without a history."""
-        d, binding = self._d, self._d.binding
+    def forward(self, args: Sequence[torch.Tensor]) -> list[Any]:
+        """Run the callable on inputs, then members, which lie where they are told; returns its result's tensors without a history."""
+        d, binding, end = self._d, self._d.binding, self._num_inputs
         # with counters of their own: what an autograd function in C++ saved is not checked against copies of later calls
-        places = [t.clone() if self._warms_up else t.data for t in inputs]
-        self._inputs = list(map(like_leaf, binding.samples, places, binding.requires_grad))
+        places = [t.clone() if self._warms_up else t.data for t in args[:end]]
+        places += [t.new_empty(0) for t in args[end:]]
+        alike = [*binding.samples, *d.statics.distinct()]
+        self.leaves = list(map(like_leaf, alike, places))
         del places
-        versions = [t._version for t in self._leaves()]
-        args, kwargs = binding.call(self._inputs, self._flags)
+        versions = [t._version for t in self.leaves]
+        given, kwargs = binding.call(self.leaves[:end], self._flags)
         self._first_node = torch_private.next_number()
         with (
             torch_private.autocast_cache_off(),
-            self._placed(members),
+            self._placed(args[end:]),
             torch.set_grad_enabled(d.with_grad),
         ):
-            self.result = d.ungraphed(*args, **kwargs)
-            leaves = pytree.tree_leaves(self.result)
-            outputs = list({id(t): t for t in leaves if isinstance(t, torch.Tensor)}.values())
-            given = [out.detach() for out in outputs]
-        for i, leaf in enumerate(self._leaves()):
-            if leaf._version != versions[i]:
-                self.written.add(i)
-        for i in self.written.intersection(range(len(inputs))):
-            if binding.requires_grad[i]:
+            self.result = d.ungraphed(*given, **kwargs)
+            tensors = [t for t in pytree.tree_leaves(self.result) if isinstance(t, torch.Tensor)]
+            outputs = list({id(t): t for t in tensors}.values())
+            results = [out.detach() for out in outputs]
+        written = [i for i, leaf in enumerate(self.leaves) if leaf._version != versions[i]]
+        for i in written:
+            if i < end and self.leaves[i].requires_grad:
                 raise d.refusal(
                     f"writes {binding.names[i]} in place, which requires grad. Write to a copy"
                 )
-            torch.autograd.graph.increment_version(inputs[i])
+        torch.autograd.graph.increment_version([args[i] for i in written])
         if d.with_grad:
             self.with_grad = [i for i, out in enumerate(outputs) if out.requires_grad]
         self._edges = [torch.autograd.graph.get_gradient_edge(outputs[i]) for i in self.with_grad]
-        return given
+        return results
 
     # ---- the graph
 
@@ -120,13 +112,13 @@ class Differentiated:
 
         The same tensor is there once. Arguments are there as copies, since later calls have theirs in the same place.
         """
-        numbers = {id(t): k for k, t in enumerate(self._stand_ins)}
+        numbers, end = _positions(self.leaves), self._num_inputs
         is_opaque, found = False, []
         places: set[int] = set()
         for node, each in self._saved_tensors():
             is_opaque |= type(node).__name__ == "CppFunction"
             tensor: Any = None if each is None else torch_private.saved_tensor(each)
-            if id(tensor) in numbers:
+            if numbers.get(id(tensor), -1) >= end:
                 self.read.add(numbers[id(tensor)])
             elif self._can_be_taken(tensor):
                 uses = math.inf if isinstance(node, torch.autograd.function.FunctionCtx) else 1
@@ -135,7 +127,7 @@ class Differentiated:
         tensor = node = each = self.result = None
         copies = {
             t.untyped_storage()._cdata: t.detach().clone().untyped_storage()
-            for t in self._inputs
+            for t in self.leaves[:end]
             if t.untyped_storage()._cdata in places
         }
         slots: dict[Any, int] = {}
@@ -149,8 +141,8 @@ class Differentiated:
         each, taken = None, saved.copy()
         saved.clear()  # the graph holds what packs
         copies.clear()
-        if self._warms_up and (is_opaque or _are_kept(self._inputs)):
-            self._d.keeps_inputs = True
+        self.wanted = tuple(sorted(self._reached))
+        self.keeps_inputs = self._warms_up and (is_opaque or _are_kept(self.leaves, end))
         return taken
 
     def _can_be_taken(self, tensor: Any) -> bool:
@@ -160,7 +152,7 @@ class Differentiated:
 
     def _saved_tensors(self) -> Iterator[tuple[Any, Any]]:
         """Nodes with what they saved, also to recompute from."""
-        known = {id(t): i for i, t in enumerate(self._leaves())}
+        known = _positions(self.leaves)
         seen: set[Any] = {None}
         open_ = [edge.node for edge in self._edges]
         while open_:
@@ -188,7 +180,7 @@ class Differentiated:
                 "detach it"
             )
         if id(variable) in known:
-            self.reached.add(known[id(variable)])
+            self._reached.add(known[id(variable)])
         elif variable is not None and variable.numel() and d.statics.unchanged():
             raise d.refusal(
                 f"uses a tensor of shape {list(variable.shape)} that requires grad and is neither an argument nor read as "
@@ -232,9 +224,8 @@ class Differentiated:
         saved: list[Any],
         grads: list[Any],
         members: Sequence[torch.Tensor],
-        wanted: Sequence[int],
     ) -> list[torch.Tensor | None]:
-        """Gradients of some of `_leaves()`, or None, as outside of `torch.autocast`, each in memory of its own.
+        """Gradients of `wanted`, or None, as outside of `torch.autocast`, each in memory of its own.
 
         The lists are emptied.
         """
@@ -243,11 +234,11 @@ class Differentiated:
         self._saved, self._left = list(saved), list(self._uses)
         known = [*saved, *grads, *members]
         taken = {t.untyped_storage().data_ptr() for t in known if has_place(t)}
-        given, leaves = list(grads), self._leaves()
+        given = list(grads)
         del known
         saved.clear()
         grads.clear()
-        if not wanted:
+        if not self.wanted:
             return []
         try:
             with (
@@ -260,7 +251,7 @@ class Differentiated:
             ):
                 found = torch.autograd.grad(
                     self._edges,
-                    [leaves[i] for i in wanted],
+                    [self.leaves[i] for i in self.wanted],
                     given,
                     retain_graph=True,
                     allow_unused=True,
@@ -273,24 +264,20 @@ class Differentiated:
         return _apart(found, taken)
 
     def _placed(self, members: Sequence[torch.Tensor]) -> "_Placed":
-        return _Placed(self._d.statics, self._stand_ins, members)
+        return _Placed(self._d, self.leaves[self._num_inputs :], members)
 
     def _no_autocast(self) -> torch.autocast:
         return torch.autocast(self._d.binding.device.type, enabled=False)
 
-    def weight_grads(self, members: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Gradients that the backward left out, by position among the members, as `backward_dw` makes them."""
+    def weight_grads(self, members: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """For each member the gradient that the backward left out, as `backward_dw` makes it, or None."""
         make = self._d.makes_weight_grads
         assert make is not None
-        with (
-            torch_private.autocast_cache_off(),
-            self._placed(members),
-            torch.no_grad(),
-            self._no_autocast(),
-        ):
+        with torch_private.autocast_cache_off(), self._placed(members), self._no_autocast():
             make()
-            found = {k: t.grad for k, t in enumerate(self._stand_ins) if t.grad is not None}
-            for stand_in in self._stand_ins:
+            stand_ins = self.leaves[self._num_inputs :]
+            found = [None if t.grad is None else t.grad.clone() for t in stand_ins]
+            for stand_in in stand_ins:
                 stand_in.grad = None
             return found
 
@@ -299,12 +286,16 @@ class _Placed(Mode):
     """Have the stand-ins of a run lie on memory, and the modules have them, for a block that assigns none of them anew."""
 
     def __init__(
-        self, statics: "Statics", stand_ins: list[torch.Tensor], places: Sequence[torch.Tensor]
+        self,
+        d: "GraphedFunction",
+        stand_ins: Sequence[torch.Tensor],
+        places: Sequence[torch.Tensor],
     ) -> None:
         super().__init__()
-        self._statics, self._stand_ins, self._places = statics, stand_ins, places
-        self._before = statics.now()
-        self._held = statics.with_others(stand_ins)
+        self._d, self._statics, self._stand_ins, self._places = d, d.statics, stand_ins, places
+        self._before = self._statics.now()
+        others = dict(zip(_positions(self._before), stand_ins, strict=True))
+        self._held = [others[id(tensor)] for tensor in self._before]
 
     def begin(self) -> None:
         for stand_in, place in zip(self._stand_ins, self._places, strict=True):
@@ -317,11 +308,20 @@ class _Placed(Mode):
             stand_in.data = stand_in.new_empty(0)
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        try:
-            if kind is None:
-                self._statics.check_kept(self._held)
-        finally:
-            super().__exit__(kind, *error)
+        now = self._statics.now() if kind is None else self._held
+        super().__exit__(kind, *error)
+        each = zip(self._statics.names, now, self._held, strict=True)
+        names = [name for name, tensor, held in each if tensor is not held]
+        if names:
+            raise self._d.refusal(
+                f"assigns {', '.join(names)} anew when it runs, and a replay would not. Write in place, as in "
+                "self.buffer.copy_(value) or self.buffer.add_(1)"
+            )
+
+
+def _positions(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Positions of tensors by their `id`."""
+    return {id(tensor): i for i, tensor in enumerate(tensors)}
 
 
 def _pack(
@@ -355,12 +355,14 @@ def _is_memoryless(tensor: torch.Tensor) -> bool:
     return tensor.layout is not torch.strided or torch_private.is_zero_tensor(tensor)
 
 
-def _are_kept(tensors: Sequence[torch.Tensor]) -> bool:
-    """Tell whether something besides a list and a graph holds one of some tensors or its memory."""
+def _are_kept(tensors: Sequence[torch.Tensor], count: int) -> bool:
+    """Tell whether something besides a list and a graph holds one of the first tensors in it or its memory."""
     alone = torch.empty(1, device="cpu")
     (expected,) = _holders([alone])
     return any(
-        now > least for each in _holders(tensors) for now, least in zip(each, expected, strict=True)
+        now > least
+        for each in _holders(tensors)[:count]
+        for now, least in zip(each, expected, strict=True)
     )
 
 

@@ -15,14 +15,23 @@ import torch
 
 from cgpass import torch_private
 from cgpass.errors import GraphedArgumentError
-from cgpass.graphed.binding import firsts
 from cgpass.runtime import fast
 from cgpass.runtime.inputs import check_tensor
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
-"""Classes whose hooks reduce or gather around the module."""
+_REFUSED = {
+    **dict.fromkeys(
+        _WRAPPERS,
+        "has a wrapped module, a {}, whose hooks no replay runs. Record the module inside, then wrap",
+    ),
+    "ScriptModule": "has a TorchScript module, a {}. Give the original",
+    # of another class from its first call on
+    "LazyModuleMixin": "has a lazy module that has not run yet, a {}: call it once",
+}
+"""Classes of torch's, and what is said of modules of them."""
 _HOOKS = re.compile("_(forward|backward)_.*hooks.*")
 """Dictionaries of a module's hooks around its calls."""
+_MEMBERS = ("_modules", "_parameters", "_buffers")
 _OWN_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _ACCUMULATED = "main_grad"
 """An attribute of parameters to which the backwards of Megatron and TransformerEngine add gradients."""
@@ -70,7 +79,8 @@ class Target:
         if isinstance(holder, torch.nn.Module) and holder not in self.modules:
             self.modules.insert(0, holder)
         is_forward = self.is_module or getattr(self.run, "__name__", "") == "forward"
-        self._around = holder if is_forward else None
+        self.around = holder if is_forward else None
+        """The module whose hooks run around it."""
         self._check()
 
     def _check(self) -> None:
@@ -80,18 +90,10 @@ class Target:
                 f"was given with {type(strange[0]).__name__} among its modules. Give modules, as in modules=(model,)"
             )
         for path, inner in _named(self.modules):
-            kinds = {base.__name__ for base in type(inner).__mro__ if "torch." in base.__module__}
-            kind = type(inner).__name__ + f" at {path!r}" * bool(path)
-            if kinds.intersection(_WRAPPERS):
-                raise self.refusal(
-                    f"has a wrapped module, a {kind}, whose hooks no replay runs. Record the module inside, then wrap"
-                )
-            if "ScriptModule" in kinds:
-                raise self.refusal(f"has a TorchScript module, a {kind}. Give the original")
-            if "LazyModuleMixin" in kinds:  # of another class from its first call on
-                raise self.refusal(
-                    f"has a lazy module that has not run yet, a {kind}: call it once"
-                )
+            for base in type(inner).__mro__:
+                if "torch." in base.__module__ and base.__name__ in _REFUSED:
+                    kind = type(inner).__name__ + f" at {path!r}" * bool(path)
+                    raise self.refusal(_REFUSED[base.__name__].format(kind))
         given: Any = vars(self.given) if self.is_module else {}
         hooks = [kind for kind in _OWN_HOOKS if given.get(kind)]
         if hooks:
@@ -105,10 +107,6 @@ class Target:
     def refusal(self, why: str) -> GraphedArgumentError:
         """Return what is raised where it can't be recorded."""
         return GraphedArgumentError(f"make_graphed_callables: {self.name} {why}.")
-
-    def statics(self, device: torch.device) -> "Statics":
-        """Return the state that it reads besides its arguments, on a device."""
-        return Statics(self.modules, device, self.name, around=self._around)
 
     @property
     def backward_dw(self) -> Callable[[], Any] | None:
@@ -205,57 +203,44 @@ class Statics:
         modules: Sequence[torch.nn.Module],
         device: torch.device,
         name: str,
-        around: torch.nn.Module | None = None,
+        around: torch.nn.Module | None,
     ) -> None:
         """Find them on a device; tensors elsewhere are none that a graph could read.
 
         Hooks of the module `around` run around what is recorded.
         """
-        self._callable = name
         self._dicts: list[dict[str, Any]] = []
         self._keys: list[str] = []
         self.names: list[str] = []
-        self._entries: list[tuple[Any, Any, Any, str]] = []
-        """Dictionaries, keys, what was there, and what a message calls it."""
+        entries: list[tuple[Any, Any, str]] = []
         self._sizes: list[tuple[Any, int, str]] = []
-        found = _named(modules)
-        for path, m in found:
-            self._note(path or type(m).__name__, m, hooked=m is not around)
-        columns = [[entry[k] for entry in self._entries] for k in range(3)]
-        sizes = array("q", [size for _, size, _ in self._sizes]).tobytes()
-        self._compared = *columns, [holder for holder, _, _ in self._sizes], sizes
-        for kind in ("_parameters", "_buffers"):
-            for path, inner in found:
-                holder = getattr(inner, kind)
-                for key, tensor in holder.items():
+        for path, module in _named(modules):
+            own, label = vars(module), path or type(module).__name__
+            entries.append((own, "training", f"the mode of {label}"))
+            holders = dict.fromkeys(_MEMBERS, f"a member of {label}")
+            if module is not around:
+                entries.append((own, "forward", f"the forward of {label}"))
+                holders |= dict.fromkeys(_OWN_HOOKS, f"a hook of {label}")
+            for kind, said in holders.items():
+                holder = own[kind]
+                self._sizes.append((holder, len(holder), said))
+                for key, value in holder.items():
+                    if not isinstance(value, torch.Tensor):  # these may be replaced
+                        entries.append((holder, key, said))
+                        continue
                     full = f"{path}.{key}".lstrip(".")
-                    if tensor is not None and tensor.device == device:
-                        check_tensor(f"{name}: {full}", tensor, device)
+                    if _ACCUMULATED in vars(value):
+                        entries.append((vars(value), _ACCUMULATED, f"{full}.{_ACCUMULATED}"))
+                    if value.device == device:
+                        check_tensor(f"{name}: {full}", value, device)
                         self._dicts.append(holder)
                         self._keys.append(key)
                         self.names.append(full)
-
-    def _note(self, name: str, module: torch.nn.Module, *, hooked: bool) -> None:
-        """Take a module for what it is now: mode, members and hooks."""
-        attributes = vars(module)
-        entries = [(attributes, "training", f"the mode of {name}")]
-        holders = [
-            (holder, f"a member of {name}")
-            for holder in (module._modules, module._parameters, module._buffers)
-        ]
-        if hooked:
-            entries.append((attributes, "forward", f"the forward of {name}"))
-            holders += [(attributes[kind], f"a hook of {name}") for kind in _OWN_HOOKS]
-        for holder, said in holders:
-            self._sizes.append((holder, len(holder), said))
-            for key, value in holder.items():
-                if not isinstance(value, torch.Tensor):  # these may be replaced
-                    entries.append((holder, key, said))
-                elif _ACCUMULATED in vars(value):
-                    entries.append((vars(value), _ACCUMULATED, f"{name}.{key}.{_ACCUMULATED}"))
-        self._entries += [
-            (holder, key, holder.get(key, ...), said) for holder, key, said in entries
-        ]
+        self._entries = [(holder, key, holder.get(key, ...), said) for holder, key, said in entries]
+        """Dictionaries, keys, what was there, and what a message calls it."""
+        columns = [[entry[k] for entry in self._entries] for k in range(3)]
+        sizes = array("q", [size for _, size, _ in self._sizes]).tobytes()
+        self._compared = *columns, [holder for holder, _, _ in self._sizes], sizes
 
     def unchanged(self) -> bool:
         """Tell whether modes, members and hooks are what they were."""
@@ -275,28 +260,9 @@ class Statics:
         """The tensors as they are; one object that has several names is there as often."""
         return list(map(operator.getitem, self._dicts, self._keys))
 
-    def firsts(self) -> tuple[int, ...]:
-        """Positions of the tensors in `now()`, each once."""
-        return tuple(sorted(set(firsts(self.now()))))
-
     def distinct(self) -> list[torch.Tensor]:
         """The tensors as they are, each once."""
         return list({id(tensor): tensor for tensor in self.now()}.values())
-
-    def with_others(self, others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Others in place of `distinct()`, one for each name."""
-        numbers = {id(tensor): k for k, tensor in enumerate(self.distinct())}
-        return [others[numbers[id(tensor)]] for tensor in self.now()]
-
-    def check_kept(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise if modules hold others than these, which were put."""
-        now = self.now()
-        names = [self.names[i] for i, tensor in enumerate(tensors) if now[i] is not tensor]
-        if names:
-            raise GraphedArgumentError(
-                f"make_graphed_callables: {self._callable} assigns {', '.join(names)} anew when it runs, and a replay "
-                "would not. Write in place, as in self.buffer.copy_(value) or self.buffer.add_(1)."
-            )
 
     @contextlib.contextmanager
     def left_in_place(self) -> Iterator[None]:
@@ -320,5 +286,5 @@ class Statics:
 
 def _named(modules: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
     """All modules in some, each once, with their paths."""
-    found = [(path, inner) for top in modules for path, inner in top.named_modules()]
-    return list({id(inner): (path, inner) for path, inner in reversed(found)}.values())[::-1]
+    seen: set[torch.nn.Module] = set()
+    return [each for top in modules for each in top.named_modules(seen)]

@@ -65,8 +65,7 @@ class GraphedOptions:
     def __post_init__(self) -> None:
         Options(driver=self.driver)  # which checks it
         hooks = self.capture_time_hooks
-        each = hooks if isinstance(hooks, list | tuple) else [hooks]
-        given_alone = isinstance(hooks, Mapping)
+        each = hooks if isinstance(hooks, list | tuple) else []
         checks = {
             "num_warmup_iters": (_is_count(self.num_warmup_iters, 1), "an int >= 1"),
             "max_rerecords": (_is_count(self.max_rerecords, 0), "an int >= 0"),
@@ -75,7 +74,7 @@ class GraphedOptions:
                 "a cgpass.RNGStatesTracker or None",
             ),
             "capture_time_hooks": (
-                not given_alone and all(_are_hooks(CAPTURE_TIME, one) for one in each),
+                hooks in (None, each) and all(_are_hooks(CAPTURE_TIME, one) for one in each),
                 f"a list of None or functions in a dict with some of the names {', '.join(CAPTURE_TIME)}",
             ),
             "warmup_hooks": (

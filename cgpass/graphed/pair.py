@@ -24,6 +24,7 @@ import torch
 from cgpass import torch_private
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.errors import CaptureError, CGPassError, GraphedBackwardError, StaticInputMovedError
+from cgpass.graphed.binding import OutputStructure, firsts
 from cgpass.graphed.differentiated import Differentiated
 from cgpass.options import current_defaults
 from cgpass.recompute.states import CheckpointStates
@@ -38,6 +39,8 @@ from cgpass.telemetry import progress
 if TYPE_CHECKING:
     from cgpass.graphed.callables import GraphedFunction
 
+Key = tuple[bytes, bytes, tuple[bool, ...]]
+"""Where parameters and buffers lie, which of them require grad, and flags among the arguments."""
 Execute = Callable[[Callable[[list[Any]], list[Any]], list[Any], list[InputKind], str], list[Any]]
 """Warms a function up, or records it: with its arguments, their kinds and its name; returns what it returned."""
 
@@ -69,65 +72,106 @@ class Pair:
     """Recordings of one forward and of its backward. See Note [What a call of a pair does]."""
 
     def __init__(
-        self, d: "GraphedFunction", owner: Owner, flags: tuple[bool, ...], slot: int | None = None
+        self,
+        d: "GraphedFunction",
+        owner: Owner,
+        flags: tuple[bool, ...],
+        *,
+        in_order: bool = False,
     ) -> None:
-        """Args: slot: where it is recorded; in a pool of its own if None."""
-        self.description, self._owner, self.flags, self._slot = d, owner, flags, slot
+        """Args: in_order: set if it may share the pool of the others, in whose order it is recorded."""
+        self.description, self._owner, self.flags, self._in_order = d, owner, flags, in_order
         self.closed = False
         self.graph: Differentiated
-        self.key = b""
-        """Where parameters and buffers lie."""
+        self.structure: Any = None
+        """The `OutputStructure` of the last run's result."""
         self._states = CheckpointStates(owner.driver.device, d.options.rng_tracker)
-        self._generators: list[torch.Generator] = []
         self._recordings: dict[str, Recording] = {}
         self._homes: dict[int, tuple[int, int]] = {}
         """Saved tensors of the forward's own memory: which of its tensors they are, and which of `_kept` they lie in."""
-        self._keeps_memory = False
-        """True if something keeps memory of the pool that does not tell."""
-        self._split_off: list[int] = []
+        self._is_alone = d.makes_weight_grads is not None
+        """True if it keeps tensors otherwise than as saved ones: it serves one call at a time, in memory of its own."""
         self._call: weakref.ref[Call] | None = None
 
     # ---- warm-ups and recordings
 
-    def warm_up(self, iterations: int, *, in_pool: bool) -> None:
-        """Run forward and backward on copies, and note what they do; in the pool, if nothing was recorded there yet."""
-        d, driver = self.description, self._owner.driver
+    def warm_up(self, iterations: int) -> None:
+        """Run forward and backward on copies, and note what they do."""
+        d, owner, number = self.description, self._owner, 0
 
         def run(fn: Any, args: list[Any], kinds: list[InputKind], what: str) -> Any:
-            return driver.warm_up(fn, args) if in_pool else fn(args)
+            return owner.warm_up(fn, args)
 
-        number, d.structure = 0, None
         while number < iterations:
             number += 1
-            results, saved, members = self._forward(run, warms_up=True)
-            grads = [_gradient_of(results[n]) for n in self.graph.with_grad]
-            results.clear()
-            if grads:
-                self._backward(run, saved, members, grads)
+            self._forward(run, _copies)
+            self._backward(run)
             d.stats.warmups += 1
             if not d.statics.unchanged():  # by a first call
                 d.find_statics()
                 iterations = max(iterations, 2)
         del self.graph  # which holds arguments
 
-    def record_forward(self) -> tuple[list[Any], list[Any], list[Any]]:
-        """Record the forward; returns results, saved tensors and members of a call, which leaves all as it was."""
-        if self._slot is None:
-            self._slot = self._owner.new_slot()
-        self._generators = list(self._states.generators)
-        return self._forward(self._record_first, warms_up=False)
+    def record_forward(self) -> None:
+        """Record the forward, and hold what it made as a call does, which leaves all as it was."""
+        is_shared = self._in_order and not self._is_alone
+        self._slot = 0 if is_shared else self._owner.new_slot()
+        self._forward(self._record_first, list)
 
-    def _sort(self, results: Sequence[Any], saved: Sequence[Any], members: Sequence[Any]) -> None:
+    def record_backward(self) -> list[torch.Tensor]:
+        """Record the backward, if there is one, for saved tensors where they lie; returns where its gradients will lie.
+
+        Gradients are taken laid out as results are.
+        """
+        return self._backward(self._record)
+
+    def _forward(self, execute: Execute, placed: Callable[[list[Any]], list[Any]]) -> None:
+        """Run the forward on arguments and members, as they are `placed`."""
+        d, warms_up = self.description, placed is _copies
+        samples = placed(d.binding.samples)
+        arguments = d.binding.call(samples, self.flags)
+        d.run_hook("pre_forward", *arguments)
+        members = placed(d.statics.distinct())
+        end, num_results = len(samples) + len(members), 0
+
+        def fn(given: list[Any]) -> list[Any]:
+            nonlocal num_results
+            graph = self.graph = Differentiated(d, self.flags, warms_up=warms_up)
+            args = given[:end]
+            given.clear()
+            with self._states:
+                outputs = graph.forward(args)
+            structure = OutputStructure(graph.result)
+            why = None if self.structure is None else structure.misfit(self.structure)
+            if why is not None:
+                raise d.refusal(f"returns {why}")
+            self.structure = structure
+            num_results = len(outputs)
+            return [*outputs, *graph.separate()]
+
+        kinds = [InputKind.COPIED] * len(samples) + [InputKind.STATIC] * len(members)
+        outputs = execute(fn, [*samples, *members], kinds, "forward")
+        results, saved = outputs[:num_results], outputs[num_results:]
+        self._held = results, saved, members
+        self._is_alone |= self.graph.keeps_inputs
+        self._end_saved = len(saved)
+        self._end_members = len(saved) + len(members)
+        if not warms_up:
+            self._sort(len(results), saved)
+        d.run_hook("forward", *arguments, self.structure.build(results))
+
+    def _sort(self, first: int, saved: Sequence[Any]) -> None:
         """Derive the work of each call from what was recorded, while parameters and buffers are where they were read."""
         forward, graph, inputs = self.forward, self.graph, self.description.binding.samples
-        first = len(results)
         end = self._num_inputs = len(inputs)
-        self._nothing = [None] * (len(saved) + len(members))
+        self._nothing = [None] * self._end_members
         """In place of what a backward reads where it lies."""
-        self.key = fast.layouts(self.description.statics.now())
+        now = self.description.statics.now()
+        self.key: Key = fast.layouts(now), fast.requiring_grad(now), self.flags
+        self.take = fast.taker(tuple(sorted(set(firsts(now)))))
+        """Takes each parameter and buffer once."""
         forward.hand_out(first)
         self._written = [i for i in sorted(forward.written) if i < end]
-        self._counted = [k for k in range(len(members)) if end + k in graph.written]
         shown = {n: alias for n, alias in forward.views.items() if n < first}
         self._given = [n for n in shown if n in graph.with_grad]
         viewed = {a.index for a in shown.values() if not a.identity and a.index < end}
@@ -147,64 +191,19 @@ class Pair:
         shared = [n for n, k in own.items() if n < first and blocks[k] in index]
         self._take_shared = fast.taker(tuple(shared))
         """Takes results that share memory with saved tensors, so may not be written until the backward."""
-        self._edges = tuple(range(len(self._wanted)))
-        self._take_wanted = fast.taker(self._wanted)
-        read = graph.read.union(alias.index - end for alias in self._views.values())
+        self._edges = tuple(range(len(graph.wanted)))
+        self._take_wanted = fast.taker(graph.wanted)
+        read = graph.read.union(alias.index for alias in self._views.values())
         self._take_read = fast.taker(tuple(read))
-        self._token = (torch.empty(0, device="cpu"),) if saved or read else ()
-        """What autograd's node saves, to refuse a second backward where eager does."""
-        self.take = fast.taker(self.description.statics.firsts())
-        """Takes each parameter and buffer once."""
 
-    def record_backward(
-        self, results: Sequence[Any], saved: list[Any], members: Sequence[Any]
-    ) -> list[torch.Tensor]:
-        """Record the backward, if there is one, for saved tensors where they lie; returns where its gradients will lie.
-
-        Gradients are taken laid out as results are.
-        """
+    def _backward(self, execute: Execute) -> list[Any]:
+        """Run the backward of the forward that was run, on gradients of zeros, if it has one."""
+        d = self.description
+        results, saved, members = self._held
+        self._held = [], [], []
         grads = [_gradient_of(results[n]) for n in self.graph.with_grad]
-        return self._backward(self._record, saved, members, grads) if grads else []
-
-    def _forward(
-        self, execute: Execute, *, warms_up: bool
-    ) -> tuple[list[Any], list[Any], list[Any]]:
-        d = self.description
-        samples: list[Any] = d.binding.samples
-        samples = _copies(samples) if warms_up else samples
-        arguments = d.binding.call(samples, self.flags)
-        d.run_hook("pre_forward", *arguments)
-        members = d.statics.distinct()
-        members = _copies(members) if warms_up else members
-        num_results = 0
-
-        def fn(given: list[Any]) -> list[Any]:
-            nonlocal num_results
-            graph = self.graph = Differentiated(d, self.flags, warms_up=warms_up)
-            values, own = given[: len(samples)], given[len(samples) :][: len(members)]
-            given.clear()
-            with self._states:
-                outputs = graph.forward(values, own)
-            d.note_result(graph.result)
-            num_results = len(outputs)
-            return [*outputs, *graph.separate()]
-
-        kinds = [InputKind.COPIED] * len(samples) + [InputKind.STATIC] * len(members)
-        outputs = execute(fn, [*samples, *members], kinds, "forward")
-        results, saved = outputs[:num_results], outputs[num_results:]
-        self._num_saved = len(saved)
-        self._wanted = tuple(sorted(self.graph.reached))
-        assert d.structure is not None
-        self.structure = d.structure
-        if not warms_up:
-            self._sort(results, saved, members)
-        d.run_hook("forward", *arguments, self.structure.build(results))
-        return results, saved, members
-
-    def _backward(
-        self, execute: Execute, saved: list[Any], members: Sequence[Any], grads: list[Any]
-    ) -> list[Any]:
-        d = self.description
+        if not grads:
+            return []
         d.run_hook("pre_backward")
         kinds = [
             InputKind.POOLED if i in self._homes else InputKind.STATIC for i in range(len(saved))
@@ -223,32 +222,24 @@ class Pair:
 
     def _run_graph(self, args: list[Any]) -> list[Any]:
         """The backward, without a recording or while it is recorded; empties the list."""
-        graph, first = self.graph, self._num_saved
-        end = first + graph.num_members
-        saved, members = args[:first], args[first:end]
-        grads = args[end : end + len(graph.with_grad)]
+        saved, members = args[: self._end_saved], args[self._end_saved : self._end_members]
+        grads = args[self._end_members :][: len(self.graph.with_grad)]
         args.clear()
-        # backward_dw keeps them: placeholders are others' by then
-        if self.description.makes_weight_grads is not None:
-            grads = [grad.clone() for grad in grads]
-        return graph.backward(saved, grads, members, self._wanted)
+        return self.graph.backward(saved, grads, members)
 
-    def _make_weight_grads(self, given: list[Any]) -> list[Any]:
-        found = self.graph.weight_grads(given[: self.graph.num_members])
-        given.clear()
-        self._split_off = sorted(found)
-        return [found[k].clone() for k in self._split_off]
+    def _make_weight_grads(self, args: list[Any]) -> list[Any]:
+        return self.graph.weight_grads(args[: self._end_members - self._end_saved])
 
     def _record_first(
         self, fn: Callable[[list[Any]], list[Any]], args: list[Any], kinds: Any, what: str
     ) -> list[Any]:
-        """Record the forward; in a pool of its own if something keeps memory that does not tell.
+        """Record the forward; once more in a pool of its own if something keeps memory that does not tell.
 
         In the pool of others, older recordings write there, too, and nothing would move what is kept.
         """
         given = args.copy(), kinds.copy()
         outputs = self._record(fn, args, kinds, what)
-        if self._slot == 0 and self._keeps_memory:
+        if self._slot == 0 and self._is_alone:
             outputs.clear()
             self._owner.close_recording(self.forward)
             self.description.stats.recordings -= 1
@@ -259,30 +250,32 @@ class Pair:
     def _record(
         self, fn: Callable[[list[Any]], list[Any]], args: list[Any], kinds: Any, what: str
     ) -> list[Any]:
-        d, owner, slot, is_forward = self.description, self._owner, self._slot, what == "forward"
-        assert slot is not None
+        d, owner, slot = self.description, self._owner, self._slot
+        if what == "forward":
+            self._generators = self._states.generators
         args += self._generators
         kinds += [InputKind.GENERATOR] * len(self._generators)
         infos = [InputInfo(f"input {i}", kind) for i, kind in enumerate(kinds)]
         layout = Layout(infos, check_static=True, check_layout=False)
         owner.begin_recording(slot)
         before = owner.driver.live_blocks(slot)
-        shares = not d.keeps_inputs
-        recorder = Recorder(fn, layout, owner, False, is_forward, d.stats, shares_inputs=shares)
+        recorder = Recorder(
+            fn, layout, owner, False, what == "forward", d.stats, shares_inputs=not self._is_alone
+        )
         label = f"recording {what} of {d.name}, graphed by hand"
         with progress.shown(label, current_defaults().progress), _blamed(d.name, what):
             recording = recorder.record(args, slot)
         owner.add_recording(recording)
         self._recordings[what] = recording
         d.stats.recordings += 1
-        if not is_forward:
-            if what == "backward":
-                kept = {self._kept[self._homes[i][1]] for i in recording.consumes}
-                self._consumed = {0: tuple(sorted(kept))}
+        if what == "backward":
+            kept = {self._kept[self._homes[i][1]] for i in recording.consumes}
+            self._consumed = {0: tuple(sorted(kept))}
+        if what != "forward":
             return recording.memory.aliases()
         self.forward = recording
         kept = owner.driver.live_blocks(slot).keys() - before.keys()
-        self._keeps_memory = bool(kept.difference(recording.memory.addresses()))
+        self._is_alone |= not kept <= {*recording.memory.addresses()}
         written = [(args[i].data, args[i].data.clone()) for i in sorted(recording.written)]
         outputs = recording.run(args)
         owner.note_handed_out(recording)
@@ -298,45 +291,39 @@ class Pair:
 
     def is_free(self) -> bool:
         """Tell whether no call needs what only the pool has."""
-        splits = "backward_dw" in self._recordings
-        if not (self.description.keeps_inputs or self._keeps_memory or splits):
-            return not self.closed
-        call = None if self._call is None else self._call()
+        call = self._call() if self._is_alone and self._call is not None else None
         return not self.closed and (call is None or call.pair is None)
 
-    def why_not(
-        self, tensors: Sequence[torch.Tensor], members: Sequence[torch.Tensor]
-    ) -> str | None:
-        """Why a replay can't take these arguments."""
+    def why_not(self, args: Sequence[torch.Tensor]) -> str | None:
+        """Why a replay can't take these arguments and members."""
         if not (self._strides or self._written):
             return None
         names = self.description.binding.names
         for i, stride in self._strides:
-            if tensors[i].stride() != stride:
+            if args[i].stride() != stride:
                 return f"{names[i]}, which results are views of, has another memory layout than the sample"
-        if self._written and shared_with_written([*tensors, *members], self._written):
+        if self._written and shared_with_written(args, self._written):
             written = " or ".join(names[i] for i in self._written)
             return f"{written}, which it writes, shares memory with something else that it is given"
         return None
 
-    def run(self, tensors: list[torch.Tensor], members: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Replay the forward, and have autograd know of its backward; returns the results' tensors."""
+    def run(self, args: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Replay the forward of arguments and members, and have autograd know of its backward; returns the results' tensors."""
         graph, states, with_grad = self.graph, self._states, torch.is_grad_enabled()
         torch_private.set_grad_enabled(False)  # where it raises, the caller sets it again
         position = None if states.recorded is None else states.position()
-        args = [*tensors, *members]
         results = self._replay(self.forward, args)
         torch_private.set_grad_enabled(with_grad)
-        for k in self._counted:
-            torch.autograd.graph.increment_version(members[k])
         wanted = self._take_wanted(args)
         if not with_grad or not graph.with_grad or not any(t.requires_grad for t in wanted):
             return results
-        call = Call(self, members, position)
+        for n in self._given:
+            results[n] = results[n].detach()  # the call's own argument gets no history
+        call = Call(self, args[self._num_inputs :], position)
         self._call = weakref.ref(call)
-        checked = [*self._take_shared(results), *self._take_read(members)]
+        checked = [*self._take_shared(results), *self._take_read(args)]
         where = wanted, self._edges, results, graph.with_grad
-        fast.attach(_run_backward, call, *where, checked, self._token, "GraphedBackward")
+        fast.attach(_run_backward, call, *where, checked, (), "GraphedBackward")
         for n in self._given:
             results[n] = _Given.apply(results[n])
         return results
@@ -357,7 +344,7 @@ class Pair:
     def backward(self, call: Call, grads: list[Any]) -> list[Any]:
         """Gradients for what a call wanted some for."""
         owner, d = self._owner, self.description
-        call.ended = bool(self._token) and not torch_private.keeps_graph()
+        call.ended = not torch_private.keeps_graph()
         with owner.lock:
             owner.enter_call(is_backward=True)
             backward = self._recordings.get("backward")
@@ -426,24 +413,21 @@ class Pair:
                     f"{call.name}: parameters moved between a backward and its backward_dw(). Keep them where they are."
                 )
             outputs = self._replay(recording, members)
-            for k, grad in zip(self._split_off, outputs, strict=True):
-                parameter = members[k]
-                parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+            for parameter, grad in zip(members, outputs, strict=True):
+                if grad is not None:
+                    parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
             if call.ended and call not in self.description.due:
                 call.settle()
 
     def close(self) -> None:
         """Free the graphs; what is held stays its holders', and a backward that is due runs without a graph."""
         self.closed = True
-        due = self.description.due
-        for call in [call for call in due if call.pair is self]:
-            due.remove(call)
         for recording in self._recordings.values():
             self._owner.close_recording(recording)
         self._recordings.clear()
 
 
-def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
@@ -468,7 +452,9 @@ def _backward(call: Call, saved: list[Any] | None, grads: list[Any] | None) -> l
             f"{call.name}: gradients of its gradients are not recorded. Call the original callable where you need them."
         )
     if call.pair is None:
-        raise GraphedBackwardError(f"{call.name}: a second backward through one forward.")
+        raise GraphedBackwardError(
+            f"{call.name}: a second backward through one forward. Ask for its gradients together, or with retain_graph=True."
+        )
     saved.clear()
     try:
         if not torch.is_grad_enabled():
@@ -515,12 +501,10 @@ def _blamed(name: str, direction: str) -> Iterator[None]:
         if not is_capture_error(error) and "not registered with the graph" not in str(error):
             raise
         reason = str(error).strip().split("\n", 1)[0].rstrip(".")
-        frames = traceback.extract_tb(error.__traceback__)
+        frames = traceback.extract_tb(error.__traceback__)[::-1]
         own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
-        own = own or [frame for frame in frames if frame.filename.startswith(_MODULES)]
         where = ""
-        if own:
-            at = own[-1]
+        for at in (own or [each for each in frames if each.filename.startswith(_MODULES)])[:1]:
             line = (at.line or "").rstrip(":")
             where = f", at {Path(at.filename).name}:{at.lineno} in {at.name}: {line}"
         raise CaptureError(

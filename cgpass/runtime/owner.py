@@ -19,14 +19,14 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cgpass import torch_private
 from cgpass.options import Options
 from cgpass.runtime import changes, fast, native
 from cgpass.runtime.changes import Change, new_lock, open_modes
-from cgpass.runtime.driver import GraphDriver
+from cgpass.runtime.driver import BoxedCallable, GraphDriver
 from cgpass.runtime.writes import has_place
 
 if TYPE_CHECKING:
@@ -218,6 +218,10 @@ class Owner:
     def has_recordings(self) -> bool:
         """Tell whether anything is recorded in the first slot."""
         return bool(self._slots[0].recordings)
+
+    def warm_up(self, fn: BoxedCallable, args: list[Any]) -> Sequence[Any]:
+        """Run `fn(args)`, with memory of the first pool if nothing was recorded there yet. See `GraphDriver.warm_up`."""
+        return fn(args) if self.has_recordings() else self.driver.warm_up(fn, args)
 
     def make_space(self) -> None:
         """Drop every recording before a larger one is made, unless something has to stay where it lies.

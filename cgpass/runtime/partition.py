@@ -323,14 +323,11 @@ class PartitionRunner:
 
     def _warm_up(self, args: list[Any], why: str | None = None) -> Sequence[Any]:
         """Run one call without a graph, which is no mere warm-up if `why` says so. To look for writes may wait."""
-        stats, driver, start = self.stats, self.owner.driver, time.perf_counter()
+        stats, start = self.stats, time.perf_counter()
         changes = Changes(args, self.layout.copied if self.check_layout else ())
         self._here.ran = True
         with torch_private.autocast_cache_off():
-            if self.owner.has_recordings():
-                outputs = self.fn(args)
-            else:
-                outputs = driver.warm_up(self.fn, args)
+            outputs = self.owner.warm_up(self.fn, args)
         self._warm_up_ms = (time.perf_counter() - start) * 1e3
         self.layout.mutated |= changes.found()
         stats.warmups += why is None

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 
+import cgpass
 from tests.graphed.steps import net, same, same_grads, twins
 from tests.unit.leaves import visits
 
@@ -115,3 +116,27 @@ def test_the_callables_own_writes(setting):
     outputs[1].sum().backward()
     with changed:
         outputs[0].sum().backward()
+
+
+def test_a_second_backward_of_what_saved_nothing_is_refused(setting):
+    """Eager allows it; results have one backward here, whatever it reads."""
+    graphed = setting.graphed(lambda x: x * 2, (setting.randn(3, grad=True),))
+    x = setting.randn(3, grad=True)
+    out = graphed(x)
+    out.sum().backward(retain_graph=True)
+    out.sum().backward()
+    same(x.grad, torch.full_like(x, 4.0))
+    message = "a second backward through one forward. Ask for its gradients together"
+    with pytest.raises(cgpass.errors.GraphedBackwardError, match=message):
+        out.sum().backward()
+
+
+def test_an_argument_that_is_returned_gets_no_history(setting):
+    linear = setting.module(torch.nn.Linear(4, 4))
+    sample = (setting.randn(3, 4, grad=True),)
+    graphed = setting.graphed(lambda x: (linear(x), x, x[0]), sample, modules=(linear,))
+    x = setting.randn(3, 4)
+    made, same_one, view = graphed(x)
+    assert (x.grad_fn, x.requires_grad) == (None, False)
+    (made.sum() + same_one.sum() + view.sum()).backward()
+    same(linear.bias.grad, torch.full_like(linear.bias, 3.0))

@@ -193,3 +193,28 @@ def test_a_call_that_records_again_has_its_parameters_afterwards(setting, moves,
         same(weight, plain.linear.weight)
         reshard()
         weight.grad = None
+
+
+def test_parameters_that_hooks_put_elsewhere_after_a_reset(setting):
+    """What was recorded reads where hooks had them; the call has its own."""
+    module, plain = twins(setting, Sharded())
+    weight = module.linear.weight
+    own = weight.data
+
+    def elsewhere(*args):
+        weight.data = own.clone()
+
+    def free(*args):
+        weight.data.zero_()  # as what comes to lie there would
+
+    hooks = {"pre_forward": elsewhere, "backward": free}
+    graphed = setting.graphed(module, (setting.randn(4, 8),), capture_time_hooks=[hooks])
+    weight.data = own
+    graphed.reset()
+    for _ in range(2):
+        for each in (module, plain):
+            with torch.no_grad():
+                each.linear.weight.add_(1)
+        x = setting.randn(4, 8)
+        same(graphed(x), plain(x))
+        assert weight.data_ptr() == own.data_ptr()

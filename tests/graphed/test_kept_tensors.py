@@ -185,7 +185,7 @@ def test_what_a_graph_saved_is_held_by_nobody_else(setting):
     x = setting.randn(4, grad=True)
     graphed = setting.graphed(lambda x: (x * x).sin(), (x,))
     run = Differentiated(graphed, (), warms_up=False)
-    run.forward([x], [])
+    run.forward([x])
     refs = [
         torch.multiprocessing.reductions.StorageWeakRef(t.untyped_storage()) for t in run.separate()
     ]

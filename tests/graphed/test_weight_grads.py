@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import cgpass
 from tests.graphed.steps import graphed_twins, same, same_grads, twins
 
 
@@ -124,4 +125,21 @@ def test_a_graph_that_is_retained(setting):
         found.square().sum().backward(retain_graph=retain)
         graphed.backward_dw()
         expected.square().sum().backward(retain_graph=retain)
+    same_grads(module, plain)
+
+
+def test_graphs_that_are_freed_before_the_weights_gradients(setting):
+    """Only the graphs had what those are made of: an error, and no numbers of another call."""
+    graphed, module, plain = graphed_twins(setting, Split(), grad=False)
+    graphed(setting.randn(4, 8)).sum().backward()
+    graphed.reset()
+    with pytest.raises(
+        cgpass.errors.GraphedBackwardError, match="freed between a backward and its backward_dw"
+    ):
+        graphed.backward_dw()
+    module.zero_grad()
+    x = setting.randn(4, 8)
+    for fn in (graphed, plain):
+        fn(x).sum().backward()
+        fn.backward_dw()
     same_grads(module, plain)
