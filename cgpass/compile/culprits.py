@@ -26,6 +26,7 @@ from cgpass.compile.facts.lines import spans
 from cgpass.errors import CaptureError
 from cgpass.runtime.driver import GraphDriver, is_capture_error
 from cgpass.runtime.failures import random_state_kept
+from cgpass.runtime.writes import copied
 from cgpass.telemetry.reason import OTHER_FIXES, Reason
 from cgpass.telemetry.summaries import PartitionSummary
 
@@ -185,11 +186,8 @@ def find_culprit(
 def _private(gm: fx.GraphModule, args: Sequence[Any]) -> list[Any]:
     """Inputs, with copies of what the partition writes."""
     written = {key for n in gm.graph.nodes for w in values.mutated_inputs(n) for key in _keys(w)}
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    return [
-        value.clone() if isinstance(value, torch.Tensor) and _keys(node) & written else value
-        for node, value in zip(placeholders, args, strict=True)
-    ]
+    placeholders = enumerate(gm.graph.find_nodes(op="placeholder"))
+    return copied(args, [i for i, node in placeholders if _keys(node) & written])
 
 
 def _keys(node: fx.Node) -> set[object]:
