@@ -177,7 +177,7 @@ _CALLS: Final = re.compile(r"\d+ (?:of \d+ )?calls?")
 
 def _told(report: Report) -> dict[tuple[str | None, ...], str]:
     """Texts of all reasons, by what stays the same where lines move and calls are more: the code that is written there, too."""
-    told = {}
+    told: dict[tuple[str | None, ...], str] = {}
     for each in report.reasons:
         code, cause = (each.line or "").partition(": ")[2], _CALLS.sub("calls", each.detail)
         told[each.code, each.rest, each.op or cause, code] = str(each)
