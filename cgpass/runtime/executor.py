@@ -114,6 +114,9 @@ class Executor:
                 numbers = list(enumerate(step.outputs))
                 step.run.visible = frozenset(n for n, slot in numbers if slot in visible)
                 step.run.read = frozenset(n for n, slot in numbers if slot in read)
+                made = (step.made[n] for n in sorted(step.run.visible) if n < len(step.made))
+                lines = (each.partition(" at ")[2] for each in made)
+                step.run.returned_at = next(filter(None, lines), None)
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run every step.

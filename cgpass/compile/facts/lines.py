@@ -3,7 +3,10 @@
 import itertools
 import os
 import re
+import sysconfig
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import fx
@@ -15,6 +18,9 @@ _ROOT = re.compile(r"^L\['\w+'\]\.?")
 """Of a module's path: what the compiled function calls the module that holds it."""
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
 _TORCH_ROOT = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_OURS = str(Path(__file__).parents[2]) + os.sep
+_PYTHON = sysconfig.get_path("stdlib") + os.sep
+INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _WHOLE_STEP = os.path.abspath(os.path.join(__file__, "..", "..", "..", "whole_step.py"))
 """Calls the user's loss function in what Dynamo compiles."""
 
@@ -65,7 +71,7 @@ def spans(gm: fx.GraphModule) -> str | None:
 def begins_at(gm: fx.GraphModule) -> str | None:
     """Return the first line of the user's function that Dynamo traced: `model.py:41 in forward`.
 
-    Decorators' frames are passed over. Where there is none, as in a `torch.nn.Sequential`, the outermost module: `module
+    Decorators' frames are passed over. A function of torch's own, as an optimizer's step, is told of with the line that calls it. Where there is none, as in a `torch.nn.Sequential`, the outermost module: `module
     Sequential`. If that was compiled in place, torch names its layers only: `modules Linear to Tanh`.
     """
     for node in gm.graph.nodes:
@@ -78,7 +84,27 @@ def begins_at(gm: fx.GraphModule) -> str | None:
     names = [_class_name(kind) for _, kind in dict.fromkeys(stack[0] for stack in stacks)]
     if names:
         return f"module {names[0]}" if len(names) == 1 else f"modules {names[0]} to {names[-1]}"
-    return next(filter(None, map(_torchs_own, gm.graph.nodes)), None)
+    own = next(filter(None, map(_torchs_own, gm.graph.nodes)), None)
+    stack = () if own is None else traceback.walk_stack(None)
+    caller = next((each for each in stack if is_users(each[0].f_code.co_filename)), None)
+    if caller is None:
+        return own
+    code = caller[0].f_code
+    return f"{own}, called at {at(code.co_filename, caller[1], code.co_name)}"
+
+
+def is_users(file: str) -> bool:
+    """Tell if a file is neither torch's, nor ours, nor Python's own."""
+    if file.startswith((_TORCH_ROOT, _OURS, "<frozen")):
+        return False
+    return not file.startswith(_PYTHON) or INSTALLED.search(file) is not None
+
+
+def at(file: str, line: int | str | None, name: str | None = None, code: str | None = None) -> str:
+    """`model.py:41 in forward: code`."""
+    place = f"{os.path.basename(file)}:{line}"
+    place += f" in {function_name(name)}" if name else ""
+    return f"{place}: {code}" if code else place
 
 
 def _torchs_own(node: fx.Node) -> str | None:
