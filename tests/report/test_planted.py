@@ -139,7 +139,7 @@ PLANTED = {
         lambda: calls(chain_of_two, X, X.double()),
         chain_of_two,
         "compiled once more: tensor 'x' dtype mismatch. expected Float, actual Double [recompiled]",
-        "keep dtypes, sizes and Python values the same in every call",
+        "keep dtypes, sizes, Python values and modes (autocast, no_grad) the same in every call",
     ),
     "moved parameter": (
         moves,
@@ -151,7 +151,7 @@ PLANTED = {
         lambda: calls(chain_of_two, X, X[:6], times=8),
         chain_of_two,
         "compiled once more: tensor 'x' size mismatch at index 0. expected 8, actual 6 [recompiled]",
-        "keep dtypes, sizes and Python values the same in every call",
+        "keep dtypes, sizes, Python values and modes (autocast, no_grad) the same in every call",
     ),
     "tiny graph": (
         lambda: calls(tiny, X),

@@ -49,7 +49,16 @@ _KNOWN: Final = (
         "a graph break in a comprehension",
         "take what breaks the graph out of the comprehension",
     ),
-    (r"the builtin `([^`]+)\.`", r"\1 can't be traced", "call it outside of what is compiled"),
+    (
+        r"_(warnings\.warn)`",
+        r"\1 can't be traced",
+        "warn outside, or torch._dynamo.config.reorderable_logging_functions.add(warnings.warn)",
+    ),
+    (
+        r"builtin `([^`]+?)\.?`|builtin operator `([^`]+)`|that the function `([^`]+)`",
+        r"\1\2\3 can't be traced",
+        "call it outside of what is compiled",
+    ),
 )
 """Torch's words, what they mean, and what to do.
 
@@ -63,6 +72,7 @@ _TORCH: Final = os.path.dirname(torch.__file__) + os.sep
 _MODULES: Final = os.path.dirname(torch.nn.modules.__file__)
 _PYTHON: Final = sysconfig.get_path("stdlib") + os.sep
 _OURS: Final = str(Path(__file__).parents[2]) + os.sep
+_SENTENCE: Final = re.compile(r"\. (?=[A-Z])")  # "e.g. " ends none
 _LENGTH: Final = 160
 """Of the words of torch's own that are shown."""
 _LIMIT: Final = re.compile(r"exceeding the (\w+) .*currently set to (\d+)")
@@ -107,7 +117,7 @@ def reason_of(text: str, line: str | None) -> Reason:
     detail = next(filter(None, lines), "torch says no more").partition(". ")[0][:_LENGTH]
     hints = [each.removeprefix("Hint: ") for each in lines if each.startswith("Hint: ")]
     hint = next((hint for hint in hints if not _NO_HELP.search(hint)), "")
-    fix = hint.rpartition(" when running in eager. ")[2].partition(". ")[0].removesuffix(".")
+    fix = _SENTENCE.split(hint.rpartition(" when running in eager. ")[2])[0].removesuffix(".")
     fix = textwrap.shorten(fix, _LENGTH) or "TORCH_LOGS=graph_breaks shows more"
     for pattern, cause, remedy in _KNOWN:
         if found := re.search(pattern, text):
