@@ -35,7 +35,7 @@ class PartitionReport(PartitionSummary):
     static_inputs: int = 0
     """Parameters, buffers and marked inputs, read where they lie."""
     returned_at: str | None = None
-    """The user's line that makes the first of its results."""
+    """The user's line that makes all of its results, if it is one."""
     output_bytes: int | None = None
     """Memory of its recordings' outputs."""
     device_ms: float | None = None

@@ -115,8 +115,8 @@ class Executor:
                 step.run.visible = frozenset(n for n, slot in numbers if slot in visible)
                 step.run.read = frozenset(n for n, slot in numbers if slot in read)
                 made = (step.made[n] for n in sorted(step.run.visible) if n < len(step.made))
-                lines = (each.partition(" at ")[2] for each in made)
-                step.run.returned_at = next(filter(None, lines), None)
+                lines = {each.partition(" at ")[2] for each in made}
+                step.run.returned_at = lines.pop() or None if len(lines) == 1 else None
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run every step.

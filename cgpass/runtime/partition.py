@@ -120,7 +120,7 @@ class PartitionRunner:
     read: frozenset[int] = field(default=frozenset(), init=False)
     """Outputs that other partitions or the backward read; to be set before the first call."""
     returned_at: str | None = field(default=None, init=False)
-    """The user's line that makes the first output that he gets, for reports."""
+    """The user's line that makes all outputs that he gets, if it is one, for reports."""
     written: frozenset[int] = field(default=frozenset(), init=False)
     """Inputs that plain calls and recordings turned out to write, where nobody told."""
 

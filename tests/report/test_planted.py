@@ -218,6 +218,20 @@ if torch.__version__ < "2.13":
         PLANTED[each] = (*PLANTED[each][:2], "mismatch", PLANTED[each][3])
 
 
+def test_no_line_is_named_for_results_that_several_lines_make():
+    def two(x):
+        y = chain(x)
+        z = y + 1
+        return z, y * 2
+
+    call = torch.compile(two, backend="cgpass")
+    with cgpass.explain() as report:
+        kept = [call(X)[1] for _ in range(6)]
+        assert len(kept) == 6
+    costs = joined(str(report).partition("What costs most:")[2])
+    assert re.match(r"1\. inference of test_planted.py:\d+ in two, captured_0 outputs still", costs)
+
+
 def planted_at(fn):
     lines, first = inspect.getsourcelines(fn)
     return next(n for n, text in enumerate(lines, first) if text.rstrip().endswith("planted"))
