@@ -3,13 +3,11 @@
 import itertools
 import os
 import re
-import sysconfig
 import textwrap
 import threading
 import traceback
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -17,7 +15,15 @@ from torch import fx
 
 from cgpass import torch_private
 from cgpass.compile.facts import op_tables
-from cgpass.compile.facts.lines import INSTALLED, at, function_name, is_users
+from cgpass.compile.facts.lines import (
+    INSTALLED,
+    OURS,
+    TORCH,
+    at,
+    function_name,
+    is_users,
+    library_file,
+)
 from cgpass.telemetry.reason import OTHER_FIXES, OTHER_OPTIONS, Reason
 from cgpass.telemetry.summaries import GraphSummary
 
@@ -68,10 +74,7 @@ _NO_HELP: Final = re.compile("an issue|caused by an earlier graph break|graph br
 """Hints that are none to users."""
 _LOOP: Final = "or loop over an nn.ModuleList in a forward of your own: torch does not compile its own containers by themselves"
 _OPERATOR: Final = re.compile(r"(?<=Operator )`(aten\.(\w+)\.\w+)`")
-_TORCH: Final = os.path.dirname(torch.__file__) + os.sep
 _MODULES: Final = os.path.dirname(torch.nn.modules.__file__)
-_PYTHON: Final = sysconfig.get_path("stdlib") + os.sep
-_OURS: Final = str(Path(__file__).parents[2]) + os.sep
 _SENTENCE: Final = re.compile(r"\. (?=[A-Z])")  # "e.g. " ends none
 _LENGTH: Final = 160
 """Of the words of torch's own that are shown."""
@@ -146,19 +149,12 @@ def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
     reason = reason_of(text, _line(frame))
     detail, fix, rest = reason.detail, reason.fix, _left_by_torch(stack)
     if frame is not last:
-        detail += f", in {_library_file(last.filename)}:{last.lineno}"
+        detail += f", in {library_file(last.filename)}:{last.lineno}"
         if "torch._dynamo.graph_break()" in text:
             fix = "leave it: torch compiles the function called there by itself"
     elif len(users) > 1:
         detail += f", reached from {at(users[0].filename, users[0].lineno, users[0].name)}"
     return replace(reason, detail=detail, fix=fix if rest is None else f"{fix}; {_LOOP}", rest=rest)
-
-
-def _library_file(filename: str) -> str:
-    """`torch/optim/optimizer.py`, `logging/__init__.py`."""
-    if filename.startswith(_TORCH):
-        filename = f"torch{os.sep}{filename.removeprefix(_TORCH)}"
-    return filename.removeprefix(_PYTHON).replace(os.sep, "/")
 
 
 def _left_by_torch(stack: Sequence[Any]) -> str | None:
@@ -170,8 +166,8 @@ def _left_by_torch(stack: Sequence[Any]) -> str | None:
     frames = [each for each in stack if each.filename != between]
     for caller, frame in itertools.pairwise(frames):
         if os.path.dirname(frame.filename) == _MODULES:
-            name = _library_file(frame.filename)
-            if caller.filename.startswith(_TORCH):
+            name = library_file(frame.filename)
+            if caller.filename.startswith(TORCH):
                 return f"what {name} runs besides"
             where = at(caller.filename, caller.lineno, caller.name)
             return f"what {name} runs, called at {where}"
@@ -264,7 +260,7 @@ def _where(function: Function) -> str:
     file, line, name = function
     if file.endswith(_WRAPPER):
         return "modules of torch's own classes, as nn.Sequential (they count as one function)"
-    if file.startswith(_OURS):
+    if file.startswith(OURS):
         return "the loss function of a training step"
     return at(file, line, name)
 

@@ -17,9 +17,9 @@ _HANDS_ON = re.compile(r"\*\w+, \*\*\w+\)")
 _ROOT = re.compile(r"^L\['\w+'\]\.?")
 """Of a module's path: what the compiled function calls the module that holds it."""
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
-_TORCH_ROOT = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_OURS = str(Path(__file__).parents[2]) + os.sep
-_PYTHON = sysconfig.get_path("stdlib") + os.sep
+TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+OURS = str(Path(__file__).parents[2]) + os.sep
+PYTHON = sysconfig.get_path("stdlib") + os.sep
 INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _WHOLE_STEP = os.path.abspath(os.path.join(__file__, "..", "..", "..", "whole_step.py"))
 """Calls the user's loss function in what Dynamo compiles."""
@@ -95,9 +95,16 @@ def begins_at(gm: fx.GraphModule) -> str | None:
 
 def is_users(file: str) -> bool:
     """Tell if a file is neither torch's, nor ours, nor Python's own."""
-    if file.startswith((_TORCH_ROOT, _OURS, "<frozen")):
+    if file.startswith((TORCH, OURS, "<frozen")):
         return False
-    return not file.startswith(_PYTHON) or INSTALLED.search(file) is not None
+    return not file.startswith(PYTHON) or INSTALLED.search(file) is not None
+
+
+def library_file(filename: str) -> str:
+    """`torch/optim/optimizer.py`, `logging/__init__.py`."""
+    if filename.startswith(TORCH):
+        filename = f"torch{os.sep}{filename.removeprefix(TORCH)}"
+    return filename.removeprefix(PYTHON).replace(os.sep, "/")
 
 
 def at(file: str, line: int | str | None, name: str | None = None, code: str | None = None) -> str:
@@ -110,10 +117,11 @@ def at(file: str, line: int | str | None, name: str | None = None, code: str | N
 def _torchs_own(node: fx.Node) -> str | None:
     """Return the first line of torch's own function that a node comes from, such as an optimizer's: `torch/optim/adam.py:245 in step`."""
     match = _FRAME.search(node.stack_trace or "")
-    if match is None or not match["file"].startswith(_TORCH_ROOT):
+    if match is None or not match["file"].startswith(TORCH):
         return None
-    file = os.path.relpath(match["file"], _TORCH_ROOT).replace(os.sep, "/")
-    return f"torch/{file}:{match['line']} in {function_name(match['name'].strip())}"
+    return (
+        f"{library_file(match['file'])}:{match['line']} in {function_name(match['name'].strip())}"
+    )
 
 
 def _user_frames(node: fx.Node) -> Iterator[tuple[str, str]]:
@@ -121,7 +129,7 @@ def _user_frames(node: fx.Node) -> Iterator[tuple[str, str]]:
     lines = (node.stack_trace or "").splitlines()
     for frame, code in itertools.zip_longest(lines, lines[1:], fillvalue=""):
         match = _FRAME.search(frame)
-        if match is None or match["file"].startswith((_TORCH_ROOT, _WHOLE_STEP, "<frozen")):
+        if match is None or match["file"].startswith((TORCH, _WHOLE_STEP, "<frozen")):
             continue
         name = function_name(match["name"].strip())
         place = f"{os.path.basename(match['file'])}:{match['line']} in {name}"
