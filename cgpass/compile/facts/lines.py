@@ -19,10 +19,9 @@ _ROOT = re.compile(r"^L\['\w+'\]\.?")
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
 TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 OURS = str(Path(__file__).parents[2]) + os.sep
+"""Calls the user's loss function, and what he checkpoints, in what Dynamo compiles."""
 PYTHON = sysconfig.get_path("stdlib") + os.sep
 INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
-_WHOLE_STEP = os.path.abspath(os.path.join(__file__, "..", "..", "..", "whole_step.py"))
-"""Calls the user's loss function in what Dynamo compiles."""
 
 
 def function_name(name: str) -> str:
@@ -129,8 +128,7 @@ def _user_frames(node: fx.Node) -> Iterator[tuple[str, str]]:
     lines = (node.stack_trace or "").splitlines()
     for frame, code in itertools.zip_longest(lines, lines[1:], fillvalue=""):
         match = _FRAME.search(frame)
-        if match is None or match["file"].startswith((TORCH, _WHOLE_STEP, "<frozen")):
+        if match is None or match["file"].startswith((TORCH, OURS, "<frozen")):
             continue
-        name = function_name(match["name"].strip())
-        place = f"{os.path.basename(match['file'])}:{match['line']} in {name}"
+        place = at(match["file"], match["line"], match["name"].strip())
         yield place, "" if _FRAME.search(code) else code.strip()
