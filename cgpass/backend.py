@@ -173,7 +173,7 @@ class Compilation:
     def __init__(self, options: Options, gm: fx.GraphModule) -> None:
         self.options = options
         self._owner: Owner | None = None
-        self._names = dict(enumerate(torch_private.input_names(gm)))
+        self._names = torch_private.input_names(gm)
         self._static = torch_private.static_inputs(gm)
         self._saved: dict[str, InputKind] = {}
         self._parameters: frozenset[int] = frozenset()
@@ -337,15 +337,14 @@ class Compilation:
 
     def _is_static(self, node: fx.Node) -> bool:
         """Tell if a forward or inference graph's input keeps its address, as AOTAutograd knows."""
-        return torch_private.input_position(node) in self._static
+        return torch_private.input_key(node) in self._static
 
     def _user_names(self, gm: fx.GraphModule) -> dict[str, str]:
         """Return the user's name of each input of a forward or inference graph, by placeholder name."""
         names: dict[str, str] = {}
         for node in gm.graph.find_nodes(op="placeholder"):
-            position = torch_private.input_position(node)
-            if position in self._names:
-                names[node.name] = self._names[position]
+            if name := torch_private.input_name(node, self._names):
+                names[node.name] = name
         for node in filter(is_argument, gm.graph.nodes):
             source = node.all_input_nodes[0].name
             names[node.name] = names.get(source, source)

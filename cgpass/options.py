@@ -15,9 +15,9 @@ from cgpass.errors import OptionError
 
 log = logging.getLogger(__name__)
 
-_SCRIPTS_OWN: Final = frozenset({"CGPASS_VENV", "CGPASS_RANDOM_PROGRAMS"})
+SCRIPTS_OWN: Final = frozenset({"CGPASS_VENV", "CGPASS_RANDOM_PROGRAMS"})
 """Variables that this repository's scripts and tests read."""
-_ENV_PREFIX: Final = "CGPASS_"
+ENV_PREFIX: Final = "CGPASS_"
 _OPERATOR: Final = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*(\.[A-Za-z_]\w*)?")
 
 
@@ -167,17 +167,17 @@ def _from_environment() -> dict[str, Any]:
     """Read `CGPASS_<OPTION>`; say once which other variables of that prefix there are."""
     found, unknown = {}, []
     for variable in sorted(os.environ):
-        if not variable.startswith(_ENV_PREFIX):
+        if not variable.startswith(ENV_PREFIX):
             continue
-        name = variable.removeprefix(_ENV_PREFIX).lower()
+        name = variable.removeprefix(ENV_PREFIX).lower()
         if name in _SPECS:
             found[name] = _from_text(variable, name, os.environ[variable])
         elif near := nearest(name, _SPECS, cutoff=0.75):  # RUN is no misspelt RNG
             raise OptionError(
                 f"cgpass: environment variable {variable} is not an option; "
-                f"did you mean {_ENV_PREFIX}{near.upper()}?"
+                f"did you mean {ENV_PREFIX}{near.upper()}?"
             )
-        elif variable not in _SCRIPTS_OWN:
+        elif variable not in SCRIPTS_OWN:
             unknown.append(variable)
     if unknown:
         _warn_of(", ".join(unknown))
@@ -189,7 +189,7 @@ def _warn_of(unknown: str) -> None:
     log.warning(
         "cgpass: unknown environment variables are ignored: %s; options are %s followed by one of %s",
         unknown,
-        _ENV_PREFIX,
+        ENV_PREFIX,
         ", ".join(name.upper() for name in _SPECS),
     )
 

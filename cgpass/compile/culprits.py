@@ -27,6 +27,7 @@ from cgpass.compile.facts.lines import spans
 from cgpass.errors import CaptureError
 from cgpass.runtime.driver import GraphDriver, is_capture_error
 from cgpass.runtime.failures import random_state_kept
+from cgpass.runtime.writes import copied
 from cgpass.telemetry.reason import OTHER_FIXES, Reason
 from cgpass.telemetry.summaries import PartitionSummary
 
@@ -155,12 +156,7 @@ def find_culprit(
     What the partition writes is copied first, and generators are where they were. Returns the operator, marked as
     `PROVEN`, and whether nothing is wrong with the partition, since everything ran as it should.
     """
-    written = [info.mutated for info in input_infos(gm)]
-
-    def private() -> list[Any]:
-        pairs = zip(args, written, strict=True)
-        return [x.clone() if own and isinstance(x, torch.Tensor) else x for x, own in pairs]
-
+    written = [i for i, info in enumerate(input_infos(gm)) if info.mutated]
     with torch.inference_mode(False), torch.no_grad(), random_state_kept(driver.device, args):
         follower = _Following(gm)
 
@@ -168,12 +164,12 @@ def find_culprit(
             return follower.run(*inputs, enable_io_processing=False)
 
         try:
-            run(private())
+            run(copied(args, written))
         except Exception as error:
             log.debug("running a partition by its operators failed: %s", error)
             return None, False
         try:
-            graph, outputs = driver.record(run, private(), opaque=False)
+            graph, outputs = driver.record(run, copied(args, written), opaque=False)
         except Exception as error:
             node = follower.at
             if (

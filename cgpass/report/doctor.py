@@ -1,5 +1,6 @@
 """`python -m cgpass doctor`: looks for what graphs need, and records and replays a tiny one."""
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import os
@@ -13,7 +14,7 @@ import torch
 
 from cgpass import telemetry
 from cgpass.backend import cgpass
-from cgpass.options import Options
+from cgpass.options import ENV_PREFIX, SCRIPTS_OWN, Options, nearest
 from cgpass.report.text import wrapped
 from cgpass.runtime import native
 from cgpass.version import VERSION
@@ -78,10 +79,15 @@ def _native() -> Iterator[Finding]:
 
 
 def _environment() -> Iterator[Finding]:
+    known = {each.name: f"{ENV_PREFIX}{each.name.upper()}" for each in dataclasses.fields(Options)}
     for name, value in sorted(os.environ.items()):
-        if name in _ENVIRONMENT or name.startswith("CGPASS_"):
+        if name in _ENVIRONMENT or name in known.values():
             fix = "" if value in ("", "0") else _ENVIRONMENT.get(name, "")
             yield f"{name}={value}", "is set", fix
+        elif name.startswith(ENV_PREFIX) and name not in SCRIPTS_OWN:
+            near = known.get(nearest(name.removeprefix(ENV_PREFIX), known) or "")
+            fix = f"Did you mean {near}?" if near else f"Set one of {', '.join(known.values())}"
+            yield f"{name}={value}", "cgpass knows no such variable", fix
     try:
         Options.parse(None)
     except ValueError as error:

@@ -34,6 +34,8 @@ class PartitionReport(PartitionSummary):
     """Of its newest recording, largest first."""
     static_inputs: int = 0
     """Parameters, buffers and marked inputs, read where they lie."""
+    returned_at: str | None = None
+    """The user's line that makes all of its results, if it is one."""
     output_bytes: int | None = None
     """Memory of its recordings' outputs."""
     device_ms: float | None = None

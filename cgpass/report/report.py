@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -171,9 +172,13 @@ _COMPARED: Final[Sequence[tuple[str, str, Callable[[Any], str]]]] = (
     ("a call without", "plain_ms", milliseconds),
 )
 """What `diff` says of a field, and how it is shown."""
+_CALLS: Final = re.compile(r"\d+ (?:of \d+ )?calls?")
 
 
 def _told(report: Report) -> dict[tuple[str | None, ...], str]:
-    """Texts of all reasons, by what stays the same where lines move: the code that is written there, too."""
-    found = ((each, (each.line or "").partition(": ")[2]) for each in report.reasons)
-    return {(each.code, each.rest, each.op or each.detail, code): str(each) for each, code in found}
+    """Texts of all reasons, by what stays the same where lines move and calls are more: the code that is written there, too."""
+    told: dict[tuple[str | None, ...], str] = {}
+    for each in report.reasons:
+        code, cause = (each.line or "").partition(": ")[2], _CALLS.sub("calls", each.detail)
+        told[each.code, each.rest, each.op or cause, code] = str(each)
+    return told

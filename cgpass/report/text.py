@@ -164,11 +164,16 @@ def _of_partition(where: str, part: PartitionReport) -> Iterator[tuple[float, Re
         notes = [note for note in part.recordings if note.cause == cause]
         least = "at least " if len(part.recordings) < part.counts.get("recordings", 0) else ""
         more = f"{least}{many(count, 'more recording')}: {notes[-1].detail}"
-        yield count, Reason(cause, "", more, _CAUSES.get(cause, _DROP), where)
+        yield count, _at(notes[-1].line, where, cause, more, _CAUSES.get(cause, _DROP))
     if rescues := part.counts.get("rescues", 0):
         copied = size(part.counts.get("rescued_bytes", 0))
         held = f"outputs still referenced were copied {many(rescues, 'time')} ({copied})"
-        yield rescues, Reason("rescues", "", held, _DROP, where)
+        yield rescues, _at(part.returned_at, where, "rescues", held, _DROP)
+
+
+def _at(line: str | None, where: str, code: str, detail: str, fix: str) -> Reason:
+    """A reason at the user's line, if that is known, that names the partition, too."""
+    return Reason(code, "", f"{where}: {detail}" if line else detail, fix, line or where)
 
 
 _MOVED: Final = "moved, so each call that finds it at a new place copies it"

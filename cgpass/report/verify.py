@@ -9,20 +9,18 @@ from typing import Any, Final
 
 import torch
 
-from cgpass import telemetry, torch_private
+from cgpass import telemetry
 from cgpass.errors import OptionError, VerificationError
 from cgpass.runtime.executor import Executor, Run, Step
 from cgpass.runtime.failures import random_state_kept, random_states
 from cgpass.runtime.partition import PartitionRunner
 from cgpass.runtime.rng import put_on_the_device
-from cgpass.runtime.writes import bits, has_place
+from cgpass.runtime.writes import bits, copied
 
 log = logging.getLogger(__name__)
 
 _NOT: Final = "cgpass.verify: %s: %s: not verified"
-_COMMUNICATES: Final = "a partition that communicates can't run once more alone"
 _WRONG: Final = "cgpass.verify: {}: {}. This is a fault of the capture: name the operator in unsafe_ops, and report it."
-_WRITTEN: Final = "input {}, which it writes,"
 _DRAWN: Final = "the state of generator {} (random numbers were not drawn as without a graph)"
 
 
@@ -64,7 +62,9 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
         if not isinstance(runner := step.run, PartitionRunner):
             return run
         if runner.communicates:
-            log.warning(_NOT, runner.name, _COMMUNICATES)
+            log.warning(
+                _NOT, runner.name, "a partition that communicates can't run once more alone"
+            )
             return run
         return functools.partial(self._run, step.made, runner, run, itertools.count(1))
 
@@ -73,19 +73,19 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
     ) -> tuple[Sequence[Any], Any]:
         if next(calls) % self._every or runner.owner.bypassed:
             return run(args)
-        layout, device = runner.layout, runner.owner.driver.device
+        layout, infos, device = runner.layout, runner.layout.infos, runner.owner.driver.device
         written = sorted(layout.mutated)
         states, inputs = random_states(device, args), list(args)
-        copies = _copied(args, [*written, *layout.pooled])
+        copies = copied(args, [*written, *layout.pooled])
 
         def found(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[tuple[str, Any]]:
             names = made or ["unnamed"] * len(outputs)
             named = [(f"output {n} ({names[n]})", each) for n, each in enumerate(outputs)]
-            named += [(_WRITTEN.format(layout.infos[i].name), inputs[i]) for i in written]
+            named += [(f"input {infos[i].name}, which it writes,", inputs[i]) for i in written]
             return named + [(_DRAWN.format(n), g.get_state()) for n, (g, _) in enumerate(states)]
 
         def without_a_graph() -> list[tuple[str, Any]]:
-            args = _copied(copies, written)
+            args = copied(copies, written)
             put_on_the_device(args, layout.seeds, device)
             for generator, state in states:
                 generator.set_state(state)
@@ -107,16 +107,6 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
         return outputs, recording
 
 
-def _copied(args: Sequence[Any], positions: Sequence[int]) -> list[Any]:
-    """Inputs, with copies of all that shares memory with those at some positions."""
-    places = [value.untyped_storage()._cdata if has_place(value) else None for value in args]
-    clones = {places[i]: args[i].untyped_storage().clone() for i in positions if places[i]}
-    return [
-        torch_private.on_storage(clones[place], value) if place in clones else value
-        for place, value in zip(places, args, strict=True)
-    ]
-
-
 def _difference(ours: Sequence[tuple[str, Any]], plain: Sequence[tuple[str, Any]]) -> str | None:
     """Describe the first value that is another one without a graph; None if all bits are the same."""
     for (name, a), (_, b) in zip(ours, plain, strict=True):
@@ -124,7 +114,7 @@ def _difference(ours: Sequence[tuple[str, Any]], plain: Sequence[tuple[str, Any]
             if a is not b and a != b:
                 return f"{name} is {a!r}, and {b!r} without a graph"
         elif count := int((bits(a) != bits(b)).view(-1, a.itemsize).any(-1).sum()):
-            kind = f"{str(a.dtype).removeprefix('torch.')}{list(a.shape)}"
+            kind = f"{a.dtype}{list(a.shape)}".removeprefix("torch.")
             which = f"{count} of {a.numel()} elements"
             return f"{name} ({kind}) differs in {which} from its value without a graph"
     return None

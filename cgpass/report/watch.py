@@ -168,7 +168,7 @@ def _memory(runner: PartitionRunner) -> dict[str, Any]:
     """Look at the inputs and recordings of a partition that lives."""
     infos, recordings = runner.layout.infos, runner.table.all()
     statics = runner.layout.parameters
-    told: dict[str, Any] = {"static_inputs": len(statics)}
+    told: dict[str, Any] = {"static_inputs": len(statics), "returned_at": runner.returned_at}
     if recordings:
         newest = max(recordings, key=lambda recording: recording.birth)
         copied = [

@@ -107,6 +107,9 @@ class Executor:
         for step in plan.steps:
             if isinstance(step.run, PartitionRunner):
                 step.run.uses = [(slot in visible, slot in read) for slot in step.outputs]
+                made = zip(step.made, step.outputs, strict=False)
+                lines = {each.partition(" at ")[2] for each, slot in made if slot in visible}
+                step.run.returned_at = lines.pop() or None if len(lines) == 1 else None
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run every step.

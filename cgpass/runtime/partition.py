@@ -116,6 +116,8 @@ class PartitionRunner:
 
     uses: Uses | None = field(default=None, init=False)
     """Who gets its outputs, None if the user gets all; to be set before the first call."""
+    returned_at: str | None = field(default=None, init=False)
+    """The user's line that makes all outputs that he gets, if it is one, for reports."""
 
     def __post_init__(self, infos: Sequence[InputInfo]) -> None:
         self._traced_as, self.name = self.name, self.source.of(self.name)
@@ -273,8 +275,9 @@ class PartitionRunner:
         if slot is None:
             limit = owner.max_pending_calls
             why = f"results of {many(limit, 'earlier call')} were still referenced, as many as max_pending_calls={limit} allows"
-            self._say_once("max_pending_calls", why)
-            return self._plain(args, "max_pending_calls", why)
+            made = f" (made at {self.returned_at})" if self.returned_at else ""
+            self._say_once("max_pending_calls", f"{why}{made}")
+            return self._plain(args, "max_pending_calls", why, self.returned_at)
         if self.layout.static_key(args) != key:
             return None
         return self._record_call(args, seen, found, key, slot)
@@ -360,10 +363,11 @@ class PartitionRunner:
 
     def _what_is_new(
         self, args: Sequence[Any], shape: ShapeKey, found: Found
-    ) -> tuple[tuple[str, str], str | None]:
+    ) -> tuple[tuple[str, str, str | None], str | None]:
         """Return the cause of a call's new key, and why it is no warm-up if such calls keep coming."""
         layout, infos = self.layout, self.layout.infos
         new, code = found.new or found.absent, "new_tensor"
+        others: Sequence[int] = new
         last, any_shape = self.table.newest(shape), self.table.newest()
         if any_shape is None:
             cause = "first", "the first call after the warm-up"
@@ -371,6 +375,7 @@ class PartitionRunner:
                 cause = "anew", "recordings were freed: cgpass.reset(), or a failed capture"
         elif last is None:
             code, new = "new_shape", layout.changed(any_shape[0], shape)
+            others = new
             what = describe(infos, new, limit=_NAMED) or "modes of torch"
             cause = "shape", f"the first call with this value or layout of {what}"
         else:
@@ -385,7 +390,8 @@ class PartitionRunner:
         if any_shape is not None:
             self.reasons.note_changed(code, [(infos[i].name, infos[i].line) for i in new])
         self._unseen += 1
-        return cause, self._why_never_recorded(args, found, code, new)
+        told = cause[0], cause[1], self._named(others)[1]
+        return told, self._why_never_recorded(args, found, code, new)
 
     def _why_never_recorded(
         self, args: Sequence[Any], found: Found, code: str, new: Sequence[int]
@@ -480,15 +486,14 @@ class PartitionRunner:
         """Keep a recording, and say why it was made."""
         cause, others = seen.cause, seen.recordings
         if others.get(found.values):
-            cause = "held", _HELD
+            cause = "held", _HELD, None
         elif others:
             names = describe(self.layout.infos, self.layout.pooled, limit=_NAMED)
-            cause = "memory", f"values of other partitions moved: {names}"
+            line = self._named(self.layout.pooled)[1]
+            cause = "memory", f"values of other partitions moved: {names}", line
+        took = (time.perf_counter() - self._started) * 1e3
         note = RecordingNote(
-            *cause,
-            recording.copied_bytes,
-            (time.perf_counter() - self._started) * 1e3,
-            self._warm_up_ms,
+            *cause[:2], recording.copied_bytes, took, self._warm_up_ms, cause[2] or self.returned_at
         )
         self._warm_up_ms = None
         self.notes.append(note)

@@ -14,6 +14,7 @@ were `max_recordings`, a few more sizes that take turns would never be seen twic
 _LAID_OUT_ANEW: Final = (
     "anew",
     "the memory layout changed, for a larger call or for gradients that are kept",
+    None,
 )
 
 Key = tuple[ShapeKey, bytes]
@@ -31,7 +32,7 @@ class Seen:
     """How far random operators draw from where the partition begins: learnt in a call without a graph."""
     objects: tuple[object, ...] = ()
     """Those that the key knows by identity, kept alive so that no other object takes their place."""
-    cause: tuple[str, str] = ("", "")
+    cause: tuple[str, str, str | None] = ("", "", None)
     """What was new about it, or why its recordings are made once more: see `RecordingNote`."""
     left_plain: tuple[str, str] | None = None
     """Why its calls run without a graph, if they do: a code, and in words."""

@@ -173,6 +173,16 @@ def has_place(value: Any) -> bool:
     return value.layout is torch.strided and value.numel() > 0 and not value.is_meta
 
 
+def copied(args: Sequence[Any], positions: Sequence[int]) -> list[Any]:
+    """Inputs, with copies of all that shares memory with those at some positions."""
+    places = [value.untyped_storage()._cdata if has_place(value) else None for value in args]
+    clones = {places[i]: args[i].untyped_storage().clone() for i in positions if places[i]}
+    return [
+        torch_private.on_storage(clones[place], value) if place in clones else value
+        for place, value in zip(places, args, strict=True)
+    ]
+
+
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the addresses where a tensor's memory begins and ends."""
     reach = sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))

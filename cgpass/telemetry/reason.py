@@ -28,7 +28,8 @@ OTHER_FIXES: Final = {
     "new_tensor": "write into it in place (copy_) instead of replacing it",
     "new_shape": "pad inputs to a few sizes, and pass a number that changes as a 0-dim tensor on the device",
     "graph_break": "follow torch's hint in the report; TORCH_LOGS=graph_breaks shows more",
-    "recompiled": "keep dtypes, sizes and Python values the same in every call; a few of each are fine",
+    "recompiled": "keep dtypes, sizes, Python values and modes (autocast, no_grad) the same in every call; a few of each "
+    "are fine",
     "recompile_limit": "keep the value that changes the same, or make it a tensor; TORCH_LOGS=recompiles names "
     "each cause",
 }

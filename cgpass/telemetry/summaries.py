@@ -98,3 +98,5 @@ class RecordingNote:
     """Host time of capturing and instantiating it; None in reports of simulated graphs."""
     warm_up_ms: float | None = None
     """Host time of the last warm-up call before it, None if there was none."""
+    line: str | None = None
+    """The user's line that reads, or returned, what was new."""

@@ -5,7 +5,7 @@ import sys
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -101,25 +101,30 @@ def is_disabled(fn: Any) -> bool:
     return bool(getattr(fn, "_torchdynamo_disable", False))
 
 
-def input_names(gm: torch.fx.GraphModule) -> list[str]:
-    """Return the user's name of each input of Dynamo's graph: `layers.0.weight`, `batch['ids']`, else the placeholder's name."""
-    nodes = gm.graph.find_nodes(op="placeholder")
-    sources = [_source_name(node) for node in nodes]
-    names = [named_by_user(source) for source in sources]
-    counts = Counter(names)
-    return [
-        node.name
-        if not source
-        else named_by_user(source, rooted=True)
-        if counts[name] > 1
-        else name
-        for node, source, name in zip(nodes, sources, names, strict=True)
-    ]
+def input_names(gm: torch.fx.GraphModule) -> dict[int | str, str]:
+    """Return the user's name of each input of Dynamo's graph, by its key: `layers.0.weight`, `batch['ids']`, else the placeholder's name."""
+    nodes = dict(enumerate(gm.graph.find_nodes(op="placeholder")))
+    sources = {n: getattr(each.meta.get("grapharg"), "source", None) for n, each in nodes.items()}
+    texts = {
+        key: name() if callable(name := getattr(source, "name", "")) else name
+        for key, source in (sources | _attributes(gm)).items()
+    }
+    names = {key: named_by_user(text) for key, text in texts.items() if text}
+    counts = Counter(names.values())
+    rooted = {
+        key: named_by_user(texts[key], rooted=True) for key in names if counts[names[key]] > 1
+    }
+    return {n: node.name for n, node in nodes.items()} | names | rooted
 
 
-def _source_name(node: torch.fx.Node) -> str:
-    name = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
-    return name() if callable(name) else name
+def _attributes(gm: torch.fx.GraphModule) -> dict[Any, Any]:
+    """Sources of the tensors that Dynamo made attributes of its graph, as what optimizers hold, by name.
+
+    Source: torch/_functorch/_aot_autograd/frontend_utils.py, 2.11 to 2.15.
+    """
+    sources = getattr(gm, "_param_name_to_source", None) or {}
+    held = dict([*gm.named_parameters(), *gm.named_buffers()])
+    return {name: source for name, source in sources.items() if name in held}
 
 
 def named_by_user(source: str, *, rooted: bool = False) -> str:
@@ -138,12 +143,15 @@ def named_by_user(source: str, *, rooted: bool = False) -> str:
 
 
 _COMPILED_MODULE: Final = re.compile(r"^L\['(?:self|fn)'\](?=\._(?:modules|parameters|buffers)\[)")
+_NTH_KEY: Final = re.compile(r"\[list\(dict\.keys\([^()]*\)\)\[(\d+)\]\]"), r"[key \1]"
 _USER_WORDS: Final = (
     (re.compile(r"^___from_numpy\((.*)\)$"), r"\1"),
     (re.compile(r"(?<![\w.])G\['__import_(\w+)'\]"), lambda found: found[1].replace("_dot_", ".")),
     (re.compile(r"(?<![\w.])[LG]\['(\w+)'\]"), r"\1"),
     (re.compile(r"(?:[\w.]*\.__closure__\[\d+\]\.cell_contents)+(?=\.\w)"), ""),
     (re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]"), r".\1"),
+    _NTH_KEY,
+    _NTH_KEY,  # of what lies under such a key itself
     (re.compile(r"\.(size|stride)\(\)\[(\d+)\]"), r".\1(\2)"),
 )
 
@@ -156,25 +164,36 @@ def static_mark(node: torch.fx.Node) -> str | None:
     return node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
 
 
-def static_inputs(gm: torch.fx.GraphModule) -> frozenset[int]:
-    """Positions of the inputs of Dynamo's graph that are parameters, buffers, or said to keep their address."""
+def static_inputs(gm: torch.fx.GraphModule) -> frozenset[int | str]:
+    """Keys of the inputs of Dynamo's graph that are parameters, buffers, or said to keep their address."""
     nodes = enumerate(gm.graph.find_nodes(op="placeholder"))
-    return frozenset(
+    return frozenset(_attributes(gm)).union(
         i
         for i, node in nodes
         if static_mark(node) or isinstance(node.meta.get("example_value"), torch.nn.Parameter)
     )
 
 
-def input_position(node: torch.fx.Node) -> int | None:
-    """Position among Dynamo's inputs of what a placeholder of AOTAutograd's graph stands for, if it is (part of) one.
+def input_key(node: torch.fx.Node) -> int | str | None:
+    """Position among Dynamo's inputs, or name among its attributes, of what a placeholder of AOTAutograd's graph stands for, if it is (part of) one.
 
     Source: torch/_functorch/_aot_autograd/descriptors.py, 2.11 to 2.15.
     """
-    desc = node.meta.get("desc")
+    return _key(node.meta.get("desc"))
+
+
+def _key(desc: Any) -> int | str | None:
     while hasattr(desc, "base"):  # a part of a tensor subclass
         desc = desc.base
-    return getattr(desc, "idx", None)
+    return getattr(desc, "idx", getattr(desc, "target", None))
+
+
+def input_name(node: torch.fx.Node, names: Mapping[int | str, str]) -> str | None:
+    """Return the user's name of what a placeholder of AOTAutograd's graph stands for; `x._base` if several views are made from it."""
+    base_of = getattr(node.meta.get("desc"), "base_of", None)
+    key = _key(base_of) if base_of else input_key(node)
+    name = None if key is None else names.get(key)
+    return f"{name}._base" if base_of and name else name
 
 
 def handles_subclasses(gm: torch.fx.GraphModule) -> bool:

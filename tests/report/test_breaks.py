@@ -2,7 +2,9 @@
 
 import inspect
 import logging
+import os
 import traceback
+import warnings
 
 import pytest
 import torch
@@ -391,3 +393,39 @@ def test_an_exception_of_the_users_is_named_with_a_remedy():
     reason = breaks.reason_of(text, None)
     assert reason.detail == "graph break: an exception is raised"
     assert reason.fix == "check and raise before what is compiled"
+
+
+def warns(x):
+    y = x.sin()
+    warnings.warn("odd", stacklevel=1)
+    return y.cos()
+
+
+def opens(x):
+    y = x.sin()
+    open(os.devnull).close()
+    return y.cos()
+
+
+def saves(x):
+    y = x.sin()
+    torch.save(y, os.devnull)
+    return y.cos()
+
+
+@pytest.mark.parametrize(
+    ("fn", "named", "fix"),
+    [
+        (warns, "warnings.warn", "warn outside, or torch._dynamo.config.reorderable_"),
+        (opens, "open", "call it outside of what is compiled"),
+        (saves, "save", "call it outside of what is compiled"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:odd")
+def test_the_function_that_cannot_be_traced_is_named(fn, named, fix):
+    call = torch.compile(fn, backend="cgpass")
+    with cgpass.explain() as report:
+        call(torch.ones(4))
+    (found,) = [each for each in report.graph_breaks if fn.__name__ in str(each.line)]
+    assert found.detail == f"graph break: {named} can't be traced"
+    assert found.fix.startswith(fix)

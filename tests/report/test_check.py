@@ -221,6 +221,21 @@ def test_the_doctor_names_what_is_wrong_and_what_to_do(monkeypatch, capsys):
     assert "0 recorded" in said
 
 
+@pytest.mark.parametrize(
+    ("variable", "fix"),
+    [
+        ("CGPASS_MAX_RECORDING", "Did you mean CGPASS_MAX_RECORDINGS?"),
+        ("CGPASS_QQQ", "Set one of CGPASS_COMPILER, CGPASS_DRIVER, "),
+    ],
+)
+def test_the_doctor_knows_no_other_variables_than_options(monkeypatch, variable, fix):
+    monkeypatch.setenv(variable, "3")
+    told = {what: (said, do) for what, said, do in doctor._environment()}
+    said, do = told[f"{variable}=3"]
+    assert said == "cgpass knows no such variable"
+    assert do.startswith(fix)
+
+
 TEST = """
 import cgpass
 

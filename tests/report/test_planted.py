@@ -83,6 +83,40 @@ def moves():
         call(X)
 
 
+class Copies(Net):
+    def forward(self, x):
+        return chain(x * self.weight)  # planted
+
+
+def several():
+    models = [Copies().requires_grad_(False) for _ in range(3)]
+    for _ in range(4):
+        for model in models:
+            torch.compile(model, backend="cgpass")(X)
+
+
+def kept(x):
+    y = chain(x)
+    return y + 1  # planted
+
+
+def keeps(times, **of_x):
+    call, x = torch.compile(kept, backend="cgpass"), X.clone().requires_grad_(**of_x)
+    results = [call(x) for _ in range(times)]
+    assert len(results) == times
+
+
+def steps():
+    params, places = [nn.Parameter(torch.ones(8)) for _ in range(3)], []
+    step = torch.compile(torch.optim.SGD(params, lr=0.1, momentum=0.9).step, backend="cgpass")
+    for _ in range(9):
+        for each in params:
+            each.grad = torch.ones(8)
+        places.append(params[0].data.clone())
+        params[0].data = places[-1]
+        step()  # planted
+
+
 def chain_of_two(x):  # planted
     return x.sin().cos().exp().tanh()
 
@@ -105,7 +139,7 @@ PLANTED = {
         lambda: calls(chain_of_two, X, X.double()),
         chain_of_two,
         "compiled once more: tensor 'x' dtype mismatch. expected Float, actual Double [recompiled]",
-        "keep dtypes, sizes and Python values the same in every call",
+        "keep dtypes, sizes, Python values and modes (autocast, no_grad) the same in every call",
     ),
     "moved parameter": (
         moves,
@@ -117,7 +151,7 @@ PLANTED = {
         lambda: calls(chain_of_two, X, X[:6], times=8),
         chain_of_two,
         "compiled once more: tensor 'x' size mismatch at index 0. expected 8, actual 6 [recompiled]",
-        "keep dtypes, sizes and Python values the same in every call",
+        "keep dtypes, sizes, Python values and modes (autocast, no_grad) the same in every call",
     ),
     "tiny graph": (
         lambda: calls(tiny, X),
@@ -143,6 +177,35 @@ PLANTED = {
         "tests.waits.default: capturing it failed (RuntimeError: operation not permitted when stream is capturing: aten.item.default) [failed_capture]",
         "name it in unsafe_ops to avoid the failed capture",
     ),
+    "several modules": (
+        several,
+        Copies.forward,
+        (
+            "captured_0: 2 more recordings: the first call with other tensors for weight (read at test_planted.py:"
+        ),
+        "leave it if several modules share code; otherwise write into tensors in place (copy_)",
+    ),
+    "kept results": (
+        lambda: keeps(8, requires_grad=False),
+        kept,
+        "captured_0: outputs still referenced were copied 6 times (1.5 KiB) [rescues]",
+        "drop results, and call zero_grad(), before the next call; if you need them, leave it",
+    ),
+    "kept results with a backward": (
+        lambda: keeps(20, requires_grad=True),
+        kept,
+        (
+            "results of 16 earlier calls were still referenced, as many as max_pending_calls=16 allows "
+            "[max_pending_calls]"
+        ),
+        "call it under torch.no_grad() if you need no backward",
+    ),
+    "compiled optimizer": (
+        steps,
+        steps,
+        "1 more recording: moved: self.param_groups[0]['params'][0] (float32[8]) [moved]",
+        "write into it in place (copy_) instead of replacing it",
+    ),
     "graph break in a loop": (
         lambda: calls(loop, X),
         loop,
@@ -153,6 +216,20 @@ PLANTED = {
 if torch.__version__ < "2.13":
     for each in ("dtype", "two sizes"):  # it gives other words
         PLANTED[each] = (*PLANTED[each][:2], "mismatch", PLANTED[each][3])
+
+
+def test_no_line_is_named_for_results_that_several_lines_make():
+    def two(x):
+        y = chain(x)
+        z = y + 1
+        return z, y * 2
+
+    call = torch.compile(two, backend="cgpass")
+    with cgpass.explain() as report:
+        kept = [call(X)[1] for _ in range(6)]
+        assert len(kept) == 6
+    costs = joined(str(report).partition("What costs most:")[2])
+    assert re.match(r"1\. inference of test_planted.py:\d+ in two, captured_0 outputs still", costs)
 
 
 def planted_at(fn):

@@ -222,6 +222,16 @@ def test_lines_that_only_moved_are_no_change():
     assert diff(sample(), sample(graph_breaks=(line,))) == "nothing changed"
 
 
+def test_one_cause_in_more_calls_is_no_change():
+    cause = "ran without a graph: they were made inside a transform"
+    few, more, other = (
+        sample(graph_breaks=(Reason("transform", "", text, "call it outside"),))
+        for text in (f"1 of 1 call {cause}", f"4 of 5 calls {cause}", f"4 of 5 calls {cause}, too")
+    )
+    assert diff(few, more) == "nothing changed"
+    assert "gone: 4 of 5 calls ran" in diff(more, other)
+
+
 @given(st.integers(0, 10_000), st.integers(1, 10_000))
 def test_a_share_says_all_and_nothing_only_of_these(part, whole):
     part = min(part, whole)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import cgpass
 from cgpass import torch_private
 from cgpass.torch_private.dynamo import named_by_user
 
@@ -29,6 +30,14 @@ from cgpass.torch_private.dynamo import named_by_user
         ("___from_numpy(L['a'])", "a"),
         ("list(dict.keys(L['x']))[0]", "list(dict.keys(x))[0]"),
         ("L['self'].param_groups[0]['params'][0]", "self.param_groups[0]['params'][0]"),
+        (
+            "L['self'].state[list(dict.keys(L['self'].state))[1]]['step']",
+            "self.state[key 1]['step']",
+        ),
+        (
+            "L['s'][list(dict.keys(L['s']))[0]][list(dict.keys(L['s'][list(dict.keys(L['s']))[0]]))[2]]",
+            "s[key 0][key 2]",
+        ),
         ("", ""),
     ],
 )
@@ -53,7 +62,7 @@ def names_of(fn, *args, **kwargs):
     found = []
 
     def backend(gm, example_inputs):
-        found.append(torch_private.input_names(gm))
+        found.append([*torch_private.input_names(gm).values()])
         return gm.forward
 
     torch.compile(fn, backend=backend, dynamic=False)(*args, **kwargs)
@@ -82,3 +91,40 @@ def test_gradients_that_a_compiled_optimizer_reads_are_found_in_its_groups():
     w.sum().backward()
     found = names_of(functools.partial(optimizer.step))
     assert "self.param_groups[0]['params'][0].grad" in found
+
+
+def partition_of(fn, *args, calls=4):
+    options = {"driver": "simulated", "compiler": "eager"}
+    call = torch.compile(fn, backend="cgpass", options=options)
+    with cgpass.explain() as report:
+        for _ in range(calls):
+            call(*args)
+    (partition,) = report.partitions
+    return partition
+
+
+def test_a_compiled_optimizer_reads_what_it_holds_where_it_lies():
+    """Its parameters and their states were copied there and back in each replay, by names as arg0_1."""
+    params = [nn.Parameter(torch.ones(8)) for _ in range(2)]
+    optimizer = torch.optim.Adam(params, lr=torch.tensor(0.1))
+    for each in params:
+        each.grad = torch.ones(8)
+    partition = partition_of(functools.partial(optimizer.step))
+    assert partition.static_inputs == 8
+    names = {each.name for each in partition.copied_inputs}
+    assert names <= {
+        "self.param_groups[0]['params'][0].grad",
+        "self.param_groups[0]['params'][1].grad",
+        "self.param_groups[0]['lr']",
+    }
+
+
+def test_what_several_inputs_view_is_named_by_one_of_them():
+    def fn(x, y):
+        x.add_(1)
+        y.mul_(2)
+        return y.sin().cos().exp()
+
+    base = torch.zeros(8, 8)
+    partition = partition_of(fn, base[:4], base[2:])
+    assert [each.name for each in partition.copied_inputs] == ["x._base"]

@@ -3,13 +3,11 @@
 import itertools
 import os
 import re
-import sysconfig
 import textwrap
 import threading
 import traceback
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -17,7 +15,16 @@ from torch import fx
 
 from cgpass import torch_private
 from cgpass.compile.facts import op_tables
-from cgpass.compile.facts.lines import function_name, place_of
+from cgpass.compile.facts.lines import (
+    INSTALLED,
+    OURS,
+    TORCH,
+    at,
+    function_name,
+    is_users,
+    library_file,
+    place_of,
+)
 from cgpass.telemetry.reason import OTHER_FIXES, OTHER_OPTIONS, Reason
 from cgpass.telemetry.summaries import GraphSummary
 
@@ -49,7 +56,16 @@ _KNOWN: Final = (
         "a graph break in a comprehension",
         "take what breaks the graph out of the comprehension",
     ),
-    (r"the builtin `([^`]+)\.`", r"\1 can't be traced", "call it outside of what is compiled"),
+    (
+        r"_(warnings\.warn)`",
+        r"\1 can't be traced",
+        "warn outside, or torch._dynamo.config.reorderable_logging_functions.add(warnings.warn)",
+    ),
+    (
+        r"builtin `([^`]+?)\.?`|builtin operator `([^`]+)`|that the function `([^`]+)`",
+        r"\1\2\3 can't be traced",
+        "call it outside of what is compiled",
+    ),
 )
 """Torch's words, what they mean, and what to do.
 
@@ -59,11 +75,8 @@ _NO_HELP: Final = re.compile("an issue|caused by an earlier graph break|graph br
 """Hints that are none to users."""
 _LOOP: Final = "or loop over an nn.ModuleList in a forward of your own: torch does not compile its own containers by themselves"
 _OPERATOR: Final = re.compile(r"(?<=Operator )`(aten\.(\w+)\.\w+)`")
-_TORCH: Final = os.path.dirname(torch.__file__) + os.sep
 _MODULES: Final = os.path.dirname(torch.nn.modules.__file__)
-_PYTHON: Final = sysconfig.get_path("stdlib") + os.sep
-_OURS: Final = str(Path(__file__).parents[2]) + os.sep
-_INSTALLED: Final = re.compile(r"[/\\](site|dist)-packages[/\\]")
+_SENTENCE: Final = re.compile(r"\. (?=[A-Z])")  # "e.g. " ends none
 _LENGTH: Final = 160
 """Of the words of torch's own that are shown."""
 _LIMIT: Final = re.compile(r"exceeding the (\w+) .*currently set to (\d+)")
@@ -103,7 +116,7 @@ def reason_of(text: str, line: str | None) -> Reason:
     detail = next(filter(None, lines), "torch says no more").partition(". ")[0][:_LENGTH]
     hints = [each.removeprefix("Hint: ") for each in lines if each.startswith("Hint: ")]
     hint = next((hint for hint in hints if not _NO_HELP.search(hint)), "")
-    fix = hint.rpartition(" when running in eager. ")[2].partition(". ")[0].removesuffix(".")
+    fix = _SENTENCE.split(hint.rpartition(" when running in eager. ")[2])[0].removesuffix(".")
     fix = textwrap.shorten(fix, _LENGTH) or "TORCH_LOGS=graph_breaks shows more"
     for pattern, cause, remedy in _KNOWN:
         if found := re.search(pattern, text):
@@ -127,32 +140,17 @@ def given_up(text: str, line: str | None, rest: str | None = None) -> Reason:
 def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
     """A graph break, by the innermost line that isn't torch's, if there is one."""
     last: Any = stack[-1] if stack else None
-    users = [each for each in stack if _is_users(each)]
+    users = [each for each in stack if is_users(each.filename)]
     frame = users[-1] if users else last
     reason = reason_of(text, _line(frame))
     detail, fix, rest = reason.detail, reason.fix, _left_by_torch(stack)
     if frame is not last:
-        detail += f", in {_library_file(last.filename)}:{last.lineno}"
+        detail += f", in {library_file(last.filename)}:{last.lineno}"
         if "torch._dynamo.graph_break()" in text:
             fix = "leave it: torch compiles the function called there by itself"
     elif len(users) > 1:
-        detail += f", reached from {_at(users[0].filename, users[0].lineno, users[0].name)}"
+        detail += f", reached from {at(users[0].filename, users[0].lineno, users[0].name)}"
     return replace(reason, detail=detail, fix=fix if rest is None else f"{fix}; {_LOOP}", rest=rest)
-
-
-def _is_users(frame: Any) -> bool:
-    """Tell if a frame is neither torch's, nor ours, nor Python's own."""
-    file = frame.filename
-    if file.startswith((_TORCH, _OURS)):
-        return False
-    return not file.startswith(_PYTHON) or _INSTALLED.search(file) is not None
-
-
-def _library_file(filename: str) -> str:
-    """`torch/optim/optimizer.py`, `logging/__init__.py`."""
-    if filename.startswith(_TORCH):
-        filename = f"torch{os.sep}{filename.removeprefix(_TORCH)}"
-    return filename.removeprefix(_PYTHON).replace(os.sep, "/")
 
 
 def _left_by_torch(stack: Sequence[Any]) -> str | None:
@@ -164,10 +162,10 @@ def _left_by_torch(stack: Sequence[Any]) -> str | None:
     frames = [each for each in stack if each.filename != between]
     for caller, frame in itertools.pairwise(frames):
         if os.path.dirname(frame.filename) == _MODULES:
-            name = _library_file(frame.filename)
-            if caller.filename.startswith(_TORCH):
+            name = library_file(frame.filename)
+            if caller.filename.startswith(TORCH):
                 return f"what {name} runs besides"
-            where = _at(caller.filename, caller.lineno, caller.name)
+            where = at(caller.filename, caller.lineno, caller.name)
             return f"what {name} runs, called at {where}"
     return None
 
@@ -179,7 +177,7 @@ def _cut_short(frame: Any) -> Reason:
     """
     text, rest = "a block (try:, with) has a graph break", "the rest of a function"
     if frame is not None:
-        where = _at(frame.filename, frame.lineno)
+        where = at(frame.filename, frame.lineno)
         rest = f"the rest of {function_name(frame.name)} from {where} on"
         mine = threading.get_ident()
         noted = [each for each in torch_private.graph_breaks() if each.thread == mine]
@@ -189,14 +187,7 @@ def _cut_short(frame: Any) -> Reason:
 
 
 def _line(frame: Any) -> str | None:
-    return frame and _at(frame.filename, frame.lineno, frame.name, frame.line)
-
-
-def _at(file: str, line: int | str, name: str | None = None, code: str | None = None) -> str:
-    """`model.py:41 in forward: code`."""
-    place = f"{os.path.basename(file)}:{line}"
-    place += f" in {function_name(name)}" if name else ""
-    return f"{place}: {code}" if code else place
+    return frame and at(frame.filename, frame.lineno, frame.name, frame.line)
 
 
 # ---- what Dynamo noted of all that was compiled
@@ -219,8 +210,8 @@ def graph_breaks(
         if is_earlier and (each.over or not ran):
             continue
         reason = replace(_of_stack(each.text, each.stack), is_earlier=is_earlier)
-        users = [frame.filename for frame in each.stack if _is_users(frame)]
-        mine = (not _INSTALLED.search(f) or os.path.basename(f) in files for f in users)
+        users = [frame.filename for frame in each.stack if is_users(frame.filename)]
+        mine = (not INSTALLED.search(f) or os.path.basename(f) in files for f in users)
         found += [reason] if reason.rest is not None or any(mine) else []
     every: dict[Any, Reason] = {}
     for reason in found:
@@ -265,14 +256,14 @@ def _where(function: Function) -> str:
     file, line, name = function
     if file.endswith(_WRAPPER):
         return "modules of torch's own classes, as nn.Sequential (they count as one function)"
-    if file.startswith(_OURS):
+    if file.startswith(OURS):
         return "the loss function of a training step"
-    return _at(file, line, name)
+    return at(file, line, name)
 
 
 def _function_at(place: str | None) -> str:
     """Of `model.py:41 in forward`, the file and the name; modules of torch's own are one function."""
-    where, _, name = (place or "").partition(" in ")
+    where, _, name = (place or "").partition(", called at ")[0].partition(" in ")
     return f"{where.rpartition(':')[0]} in {name}" if name else "module"
 
 
@@ -320,4 +311,4 @@ def _cause(text: str) -> tuple[str, str | None, re.Match[str] | None]:
     told = next(iter(text.splitlines()), "")
     guard, code, file, line, name = _GUARD.findall(told)[0]
     guard = re.sub(r", \d{9,}(?=\))", "", guard)  # an id, another one in each process
-    return guard, _at(file, line, name, code) if file else None, _SETTING.search(told)
+    return guard, at(file, line, name, code) if file else None, _SETTING.search(told)

@@ -3,7 +3,10 @@
 import itertools
 import os
 import re
+import sysconfig
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import fx
@@ -14,9 +17,11 @@ _HANDS_ON = re.compile(r"\*\w+, \*\*\w+\)")
 _ROOT = re.compile(r"^L\['\w+'\]\.?")
 """Of a module's path: what the compiled function calls the module that holds it."""
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
-_TORCH_ROOT = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_WHOLE_STEP = os.path.abspath(os.path.join(__file__, "..", "..", "..", "whole_step.py"))
-"""Calls the user's loss function in what Dynamo compiles."""
+TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+OURS = str(Path(__file__).parents[2]) + os.sep
+"""Calls the user's loss function, and what he checkpoints, in what Dynamo compiles."""
+PYTHON = sysconfig.get_path("stdlib") + os.sep
+INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 
 
 def function_name(name: str) -> str:
@@ -70,8 +75,9 @@ def spans(gm: fx.GraphModule) -> str | None:
 def begins_at(gm: fx.GraphModule) -> str | None:
     """Return the first line of the user's function that Dynamo traced: `model.py:41 in forward`.
 
-    Decorators' frames are passed over. Where there is none, as in a `torch.nn.Sequential`, the outermost module: `module
-    Sequential`. If that was compiled in place, torch names its layers only: `modules Linear to Tanh`.
+    Decorators' frames are passed over. A function of torch's own, as an optimizer's step, is told of with the line that calls
+    it. Where there is none, as in a `torch.nn.Sequential`, the outermost module: `module Sequential`. If that was compiled
+    in place, torch names its layers only: `modules Linear to Tanh`.
     """
     for node in gm.graph.nodes:
         frames = list(_user_frames(node))
@@ -83,16 +89,44 @@ def begins_at(gm: fx.GraphModule) -> str | None:
     names = [_class_name(kind) for _, kind in dict.fromkeys(stack[0] for stack in stacks)]
     if names:
         return f"module {names[0]}" if len(names) == 1 else f"modules {names[0]} to {names[-1]}"
-    return next(filter(None, map(_torchs_own, gm.graph.nodes)), None)
+    own = next(filter(None, map(_torchs_own, gm.graph.nodes)), None)
+    stack = () if own is None else traceback.walk_stack(None)
+    caller = next((each for each in stack if is_users(each[0].f_code.co_filename)), None)
+    if caller is None:
+        return own
+    code = caller[0].f_code
+    return f"{own}, called at {at(code.co_filename, caller[1], code.co_name)}"
+
+
+def is_users(file: str) -> bool:
+    """Tell if a file is neither torch's, nor ours, nor Python's own."""
+    if file.startswith((TORCH, OURS, "<frozen")):
+        return False
+    return not file.startswith(PYTHON) or INSTALLED.search(file) is not None
+
+
+def library_file(filename: str) -> str:
+    """`torch/optim/optimizer.py`, `logging/__init__.py`."""
+    if filename.startswith(TORCH):
+        filename = f"torch{os.sep}{filename.removeprefix(TORCH)}"
+    return filename.removeprefix(PYTHON).replace(os.sep, "/")
+
+
+def at(file: str, line: int | str | None, name: str | None = None, code: str | None = None) -> str:
+    """`model.py:41 in forward: code`."""
+    place = f"{os.path.basename(file)}:{line}"
+    place += f" in {function_name(name)}" if name else ""
+    return f"{place}: {code}" if code else place
 
 
 def _torchs_own(node: fx.Node) -> str | None:
     """Return the first line of torch's own function that a node comes from, such as an optimizer's: `torch/optim/adam.py:245 in step`."""
     match = _FRAME.search(node.stack_trace or "")
-    if match is None or not match["file"].startswith(_TORCH_ROOT):
+    if match is None or not match["file"].startswith(TORCH):
         return None
-    file = os.path.relpath(match["file"], _TORCH_ROOT).replace(os.sep, "/")
-    return f"torch/{file}:{match['line']} in {function_name(match['name'].strip())}"
+    return (
+        f"{library_file(match['file'])}:{match['line']} in {function_name(match['name'].strip())}"
+    )
 
 
 def _user_frames(node: fx.Node) -> Iterator[tuple[str, str]]:
@@ -100,8 +134,7 @@ def _user_frames(node: fx.Node) -> Iterator[tuple[str, str]]:
     lines = (node.stack_trace or "").splitlines()
     for frame, code in itertools.zip_longest(lines, lines[1:], fillvalue=""):
         match = _FRAME.search(frame)
-        if match is None or match["file"].startswith((_TORCH_ROOT, _WHOLE_STEP, "<frozen")):
+        if match is None or match["file"].startswith((TORCH, OURS, "<frozen")):
             continue
-        name = function_name(match["name"].strip())
-        place = f"{os.path.basename(match['file'])}:{match['line']} in {name}"
+        place = at(match["file"], match["line"], match["name"].strip())
         yield place, "" if _FRAME.search(code) else code.strip()
