@@ -472,17 +472,11 @@ def tokens(vocab, *shape):
     return make
 
 
-def sgd_step(module, call, batch, lr=0.1):
-    """One step of training; gives the output, the gradients and the parameters after it."""
+def sgd_step(module, call, batch):
+    """One step of training; gives the output, the loss, the gradients and the parameters after it."""
     out = call(batch)
-    out.square().mean().backward()
-    values = [out.detach(), *gradients(module)]
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter -= lr * parameter.grad
-    module.zero_grad(set_to_none=True)
-    return values + state(module)
+    learned = learn(module, out.square().mean(), sgd(module))
+    return [out.detach(), *learned, *state(module)]
 
 
 def trained(make, make_batch=None, *, change=None, count=6):
