@@ -191,19 +191,11 @@ def noting(program, driver, found):
     return noted
 
 
-def assert_steady(counters, *, captured, recordings=None, eager=0, warmups=None, rerecordings=0):
+def assert_steady(counters, *, captured, eager=0, **more):
     """All that could be captured was captured, and every call but the warm-ups was a replay."""
-    expected = {
-        "partitions_captured": captured,
-        "partitions_eager": eager,
-        "recordings": captured if recordings is None else recordings,
-        "rerecordings": rerecordings,
-        "warmups": captured if warmups is None else warmups,
-        "plain_calls": 0,
-        "replays": counters["calls"] - counters["warmups"],
-    }
+    expected = steady(captured, **more) | {"partitions_eager": eager}
     assert {name: counters[name] for name in expected} == expected, counters
-    assert counters["replays"] > 0, counters
+    assert_replays(counters)
 
 
 def in_threads(*functions):

@@ -160,16 +160,6 @@ def teacher_and_student(session):
 
 
 @settles()
-def both_of_a_pair_through_one_model(session):
-    """As siamese networks."""
-    module, call = session.compiled(MLP)
-    optimizer = sgd(module)
-    while True:
-        pair = call(session.randn(4, 8)), call(session.randn(4, 8))
-        yield learn(module, F.pairwise_distance(*pair).mean(), optimizer)
-
-
-@settles()
 def features_of_a_frozen_model_in_the_loss(session):
     """As perceptual losses: it sees what was made, and what was to be made."""
     module, call = session.compiled(MLP)
@@ -193,20 +183,6 @@ def adversaries(session):
         values = learn(judge, loss, optimizers[0])
         yield values + learn(maker, call(made).square().mean(), optimizers[1])
         judge.zero_grad()
-
-
-@settles()
-def preferences(session):
-    """As DPO: what is chosen and what is rejected, by a policy and by what it was at first."""
-    policy, call = session.compiled(MLP)
-    reference = session.compile(copy.deepcopy(policy).requires_grad_(False))
-    optimizer = sgd(policy)
-    while True:
-        chosen, rejected = session.randn(4, 8), session.randn(4, 8)
-        with torch.no_grad():
-            before = reference(chosen).mean() - reference(rejected).mean()
-        margin = call(chosen).mean() - call(rejected).mean() - before
-        yield learn(policy, -F.logsigmoid(margin), optimizer)
 
 
 @settles()
@@ -236,31 +212,6 @@ def layers_frozen_now_and_then(session):
 def swap_data(module, others):
     for parameter, other in zip(module.parameters(), others, strict=True):
         parameter.data, other.data = other.data, parameter.data
-
-
-@settles()
-def averages_swapped_in_for_evaluation(session):
-    module, call = session.compiled(MLP)
-    optimizer, averages = sgd(module), [p.detach().clone() for p in module.parameters()]
-    for number in itertools.count():
-        values = learn(module, call(session.randn(4, 8)).square().mean(), optimizer)
-        torch._foreach_lerp_(averages, [p.detach() for p in module.parameters()], 0.1)
-        if number % 5 == 4:
-            swap_data(module, averages)
-            with torch.no_grad():
-                values.append(call(session.randn(4, 8)))
-            swap_data(module, averages)
-        yield values
-
-
-@settles()
-def state_loaded_by_assignment(session):
-    module, call = session.compiled(MLP)
-    for number in itertools.count():
-        if number in (10, 20):
-            loaded = {name: value * 1.5 for name, value in module.state_dict().items()}
-            module.load_state_dict(loaded, assign=True)
-        yield learn(module, call(session.randn(4, 8)).square().mean(), sgd(module))
 
 
 def changed_before_each_step(change, make=MLP):
@@ -404,26 +355,10 @@ def checkpoint_around(*, use_reentrant):
     return program
 
 
-def zeroed_between(*, set_to_none):
-    def program(session):
-        module, call = session.compiled(MLP)
-        optimizer = sgd(module)
-        while True:
-            loss = call(session.randn(4, 8)).square().mean()
-            optimizer.zero_grad(set_to_none=set_to_none)
-            loss.backward()
-            yield [loss, *gradients(module)]
-            optimizer.step()
-
-    return program
-
-
 settles.add(
     {
         "checkpoint_around": checkpoint_around(use_reentrant=False),
         "reentrant_checkpoint_around": checkpoint_around(use_reentrant=True),
-        "zeroed_between": zeroed_between(set_to_none=True),
-        "zeroed_between_in_place": zeroed_between(set_to_none=False),
     }
 )
 
@@ -484,6 +419,7 @@ def evaluation_while_a_backward_is_due(session):
         with torch.inference_mode():
             values.append(call(session.randn(4, 8)).clone())
         yield values + learn(module, loss, optimizer)
+        torch._foreach_lerp_(averages, [p.detach() for p in module.parameters()], 0.1)
 
 
 @settles.everywhere
