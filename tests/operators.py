@@ -6,12 +6,21 @@ from torch._library.effects import EffectType
 from cgpass.runtime.capturing import is_capturing_here
 
 
-def doubling(name, *, in_captures=True, **settings):
-    """An operator that doubles; without `in_captures` it fails in captures, and nobody is told before."""
+def is_recording(device):
+    """Whether what runs there is captured."""
+    if device.type == "cuda":
+        return torch.cuda.is_current_stream_capturing()
+    return is_capturing_here()
+
+
+def doubling(name, *, in_captures=True, reads=False, **settings):
+    """An operator that doubles; it fails in captures or reads on the host if asked to, and nobody is told before."""
 
     def fn(x: torch.Tensor) -> torch.Tensor:
-        if not in_captures and is_capturing_here():
+        if not in_captures and is_recording(x.device):
             raise RuntimeError("operation not permitted when stream is capturing")
+        if reads:
+            x.sum().item()
         return x * 2
 
     op = torch.library.custom_op(f"tests::{name}", fn, mutates_args=(), **settings)
@@ -29,12 +38,4 @@ def with_effect(op):
 
 tagged = doubling("tagged", tags=(torch.Tag.cudagraph_unsafe,))
 tagged.register_autograd(lambda ctx, grad: grad * 2)
-
-
-@torch.library.custom_op("tests::waits", mutates_args=())
-def waits(x: torch.Tensor) -> torch.Tensor:
-    """Reads on the host, and nobody is told before."""
-    return x * x.sum().item()
-
-
-waits.register_fake(torch.empty_like)
+waits = doubling("waits", reads=True)

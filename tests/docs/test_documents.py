@@ -268,27 +268,3 @@ def test_gpt2_of_transformers_is_one_function_once_its_loss_is_named():
         names["compiled"](input_ids=tokens, labels=tokens).loss.backward()
     torch.compiler.reset()
 
-
-def test_without_guards_on_modules_moved_parameters_are_noticed():
-    """As the guide to performance says."""
-    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 4))
-    unguarded = torch.compiler.skip_guard_on_all_nn_modules_unsafe
-    options = {"driver": "simulated", "compiler": "eager", "min_partition_ops": 1}
-    compiled = torch.compile(
-        module, backend="cgpass", options={**options, "guard_filter_fn": unguarded}
-    )
-    x = torch.randn(2, 4)
-
-    def check():
-        for _ in range(3):
-            assert torch.equal(compiled(x), module(x))
-
-    check()
-    with torch.no_grad():
-        module[0].weight.data = torch.randn(4, 4)
-    check()
-    module[0].weight = torch.nn.Parameter(torch.randn(4, 4))
-    check()
-    module.load_state_dict({k: v + 1 for k, v in module.state_dict().items()}, assign=True)
-    check()
-    torch.compiler.reset()

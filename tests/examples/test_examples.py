@@ -133,6 +133,8 @@ def test_moe(run):
     grouped, batched = out.split("experts as batched_mm: ")
     captured, everything = map(int, re.match(r"(\d+) of (\d+) ", batched).groups())
     assert captured == everything
+    for experts in (grouped, batched):
+        assert experts.count("  forward: ") == experts.count("  backward: ") == 1
     if not torch.cuda.is_available():  # where grouped products have kernels that ask for nothing
         assert "transformers.grouped_mm_fallback.default [failed_capture]: " in grouped
         assert "_backward.default [failed_capture]: " in grouped

@@ -114,9 +114,8 @@ def test_what_does_not_fit_runs_without_a_graph_and_says_so(model, caplog):
         return torch.compile(module, backend=cgpass.cgpass, options=options)
 
     call, plain = compiled("auto"), compiled("none")
-    batch = (
-        torch.randint(-2, 3, shape).float().to(DEVICE)
-    )  # fills its block: no pool can use what is free of one
+    # fills its block: no pool can use what is free of one
+    batch = torch.randint(-2, 3, shape).float().to(DEVICE)
     with torch.no_grad(), caplog.at_level(logging.WARNING, "cgpass"):
         for p in module.parameters():
             p.copy_((20 * p).round().clamp(-2, 2))  # exact in any kernel: cuDNN looks for memory

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.usage.programs import Setting
+from tests.usage.programs import ALL, USUAL, Setting
 
 
 def settings(*params):
@@ -26,17 +26,13 @@ def setting(request):
     yield from each(request)
 
 
-@pytest.fixture(params=settings(("simulated", "eager"), ("cuda", "eager"), ("cuda", "inductor")))
+@pytest.fixture(params=settings(*USUAL))
 def way(request):
     """Both compilers on CUDA; on CPU aten alone, for Inductor takes seconds a graph there."""
     yield from each(request)
 
 
-@pytest.fixture(
-    params=settings(
-        ("simulated", "eager"), ("simulated", "inductor"), ("cuda", "eager"), ("cuda", "inductor")
-    )
-)
+@pytest.fixture(params=settings(*ALL))
 def slow_way(request):
     """Both compilers everywhere: for the few ways of a file that are worth those seconds."""
     yield from each(request)

@@ -10,8 +10,9 @@ from torch import nn
 
 import cgpass
 from cgpass.runtime import owner as owners
-from tests.usage.programs import MLP, in_threads
-from tests.usage.test_failures import is_recording, warned
+from tests.operators import is_recording
+from tests.usage.programs import MLP, Checkpointed, gradients, in_threads
+from tests.usage.test_failures import warned
 
 COMPILERS = ["eager", "inductor"]
 
@@ -78,7 +79,7 @@ def fails_in_call(number, steps=8):
             else:
                 out = call(x)
                 out.sum().backward()
-                values += [out.detach().clone(), *(p.grad.clone() for p in module.parameters())]
+                values += [out.detach().clone(), *gradients(module)]
             values += [module.seen.clone()]
             module.zero_grad()
         return values
@@ -197,20 +198,14 @@ def test_a_dropped_function_is_freed(setting):
     assert set(owners._owners) <= before
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_compiled_autograd(setting, checkpointed):
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Sequential(MLP(), nn.Dropout(0.5), MLP())
+def dropping():
+    return nn.Sequential(MLP(), nn.Dropout(0.5))
 
-        def forward(self, x):
-            if not checkpointed:
-                return self.body(x)
-            return torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=False)
 
+@pytest.mark.parametrize("make", [dropping, lambda: Checkpointed(dropping)])
+def test_compiled_autograd(setting, make):
     def program(session):
-        module = session.module(Checkpointed)
+        module = session.module(make)
 
         def step(x):
             loss = module(x).square().mean()
@@ -220,7 +215,7 @@ def test_compiled_autograd(setting, checkpointed):
         call, values = session.compile(step), []
         with torch._dynamo.config.patch(compiled_autograd=True):
             for x in session.batches(4, 8, count=6):
-                values += [call(x).clone(), *(p.grad.clone() for p in module.parameters())]
+                values += [call(x).clone(), *gradients(module)]
                 module.zero_grad()
         return values
 

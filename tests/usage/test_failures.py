@@ -12,36 +12,20 @@ import cgpass
 from cgpass import telemetry, torch_private
 from cgpass.errors import CaptureError
 from cgpass.runtime import owner as owners
-from cgpass.runtime.capturing import is_capturing_here
+from tests.operators import doubling, is_recording
 from tests.usage.programs import ATEN, MLP, Ways, counted, learn
 
 COMPILERS = ["eager", "inductor"]
 SOME = {"replays": "some"}
 
 
-def is_recording(device):
-    if device.type == "cuda":
-        return torch.cuda.is_current_stream_capturing()
-    return is_capturing_here()
-
-
-@torch.library.custom_op("failures::syncs", mutates_args=())
-def syncs(x: torch.Tensor) -> torch.Tensor:
-    """Reads a number on the host, where no tag tells."""
-    return x * (1 + (x.sum() > 0).item())
-
-
-@torch.library.custom_op("failures::fails", mutates_args=())
-def fails(x: torch.Tensor) -> torch.Tensor:
-    """Does something that no capture allows."""
-    if is_recording(x.device):
-        raise RuntimeError("fails: not while the stream is capturing")
-    return x * 2
+syncs, waits = (doubling(name, reads=True) for name in ("syncs", "reads_in_both"))
+fails = doubling("fails_as_cuda_does", in_captures=False)
 
 
 @torch.library.custom_op("failures::fails_oddly", mutates_args=())
 def fails_oddly(x: torch.Tensor) -> torch.Tensor:
-    """As `fails`, with an error that nobody would know for one of a capture."""
+    """Fails in captures with an error that nobody would know for one of a capture."""
     if is_recording(x.device):
         raise ValueError("odd")
     return x * 2
@@ -62,9 +46,10 @@ def adds_one(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     return x + count.add_(1)
 
 
+fails_oddly.register_fake(torch.empty_like)
 for op in (syncs, fails, fails_oddly):
-    op.register_fake(torch.empty_like)
     op.register_autograd(lambda ctx, grad: grad * 2)
+waits.register_autograd(lambda ctx, grad: waits(grad))
 for op in (counts, adds_one):
     op.register_fake(lambda x, count: torch.empty_like(x))
 
@@ -120,12 +105,12 @@ def test_the_guilty_operator_runs_between_graphs(setting, caplog, op, compiler):
     (message,) = warned(caplog)
     assert message.startswith("inference captured_0 of test_failures.py:")
     assert "can't be captured as a whole; the next call compiles the function again" in message
-    assert f"failures.{op._name}.default at test_failures.py:" in message
+    assert f"{op._namespace}.{op._name}.default at test_failures.py:" in message
     assert "in forward: return self.second(self.op(self.first(x)))" in message
     assert "name it in unsafe_ops" in message
     ours = str(telemetry.graphs()[-2])
     assert ": 2 partitions captured (" in ours.splitlines()[0]
-    assert f"eager_1: failures.{op._name}.default at test_failures.py:" in ours
+    assert f"eager_1: {op._namespace}.{op._name}.default at test_failures.py:" in ours
 
 
 class Everything(nn.Module):
@@ -169,7 +154,9 @@ def test_raise_names_operator_and_line(setting):
         with torch.no_grad():
             call(x)
             for _ in range(2):
-                with pytest.raises(CaptureError, match=r"failures\.fails\.default at") as error:
+                with pytest.raises(
+                    CaptureError, match=r"tests\.fails_as_cuda_does\.default at"
+                ) as error:
                     call(x)
                 assert "in forward: return self.second" in str(error.value)
         return []
@@ -206,19 +193,27 @@ def test_where_torch_may_compile_no_more_it_runs_plainly(setting, caplog, forbid
         counters = setting.compare(program)
     assert (counters["graphs"], counters["recordings"], counters["plain_calls"]) == (1, 0, 4)
     (message,) = warned(caplog)
-    assert "can't be captured and runs without a graph from now on: failures.fails" in message
+    assert (
+        "can't be captured and runs without a graph from now on: tests.fails_as_cuda_does"
+        in message
+    )
 
 
 def test_without_dynamo_it_runs_plainly(setting, caplog):
     session = setting.session()
-    module = fx.symbolic_trace(lambda x: (torch.ops.failures.fails(x.sin().cos()).exp().tanh(),))
+    module = fx.symbolic_trace(
+        lambda x: (torch.ops.tests.fails_as_cuda_does(x.sin().cos()).exp().tanh(),)
+    )
     x = session.randn(4)
     with torch.no_grad(), caplog.at_level(logging.WARNING, "cgpass"):
         call = cgpass.cgpass(module, [x], options=session.options)
         for _ in range(4):
             assert torch.equal(call(x)[0], fails(x.sin().cos()).exp().tanh())
     (message,) = warned(caplog)
-    assert "can't be captured and runs without a graph from now on: failures.fails" in message
+    assert (
+        "can't be captured and runs without a graph from now on: tests.fails_as_cuda_does"
+        in message
+    )
 
 
 # torch 2.11 looks there for what it put there, and has no use for it
@@ -264,7 +259,7 @@ ways.add(
     {"a named operator is never tried": inference(fails)},
     **SOME,
     counts=split(2, 1) | {"plain_calls": 0},
-    unsafe_ops=("failures::fails",),
+    unsafe_ops=("tests::fails_as_cuda_does",),
     on_skip="silent",
 )
 
@@ -274,16 +269,6 @@ def a_checkpoint_recomputes_with_what_was_compiled_since(session):
     module, call = session.compiled(lambda: Around(fails))
     for x in session.batches(4, 8, count=8):
         yield learn(module, checkpoint(call, x, use_reentrant=False).square().mean())
-
-
-@torch.library.custom_op("failures::waits", mutates_args=())
-def waits(x: torch.Tensor) -> torch.Tensor:
-    """Reads a number on the host, and so does its backward."""
-    return x * (1 + (x.sum() > 0).item())
-
-
-waits.register_fake(torch.empty_like)
-waits.register_autograd(lambda ctx, grad: waits(grad))
 
 
 class Saving(Around):

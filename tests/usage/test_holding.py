@@ -10,6 +10,7 @@ from tests.usage.programs import (
     MLP,
     Block,
     Ways,
+    assert_replays,
     assert_steady,
     gradients,
     learn,
@@ -34,24 +35,14 @@ def held_outputs(session):
     return held
 
 
-def assert_settled(counters, *, captured=2, recordings=None):
-    """Every call but the warm-ups is a replay, and what is held is moved once.
-
-    Gradients that are kept over a forward get a pool of their own: one recording more.
-    """
-    most = 2 * captured + 1 if recordings is None else recordings
-    assert counters["partitions_captured"] == captured, counters
-    assert captured <= counters["recordings"] <= most, counters
-    assert counters["plain_calls"] == counters["rerecordings"] == 0, counters
-    assert counters["replays"] == counters["calls"] - counters["warmups"] > 0, counters
-    assert counters["rescues"] <= 2 * counters["calls"], counters
-
-
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_outputs_and_gradients_stay(setting, compiler):
     counters = setting.compare(held_outputs, compiler=compiler)
-    assert_settled(counters)
-    assert counters["rescues"] > 0, counters
+    assert_replays(counters)
+    assert (counters["partitions_captured"], counters["rerecordings"]) == (2, 0), counters
+    # gradients that are kept over a forward get a pool of their own: one recording more
+    assert 2 <= counters["recordings"] <= 5, counters
+    assert 0 < counters["rescues"] <= 2 * counters["calls"], "what is held is moved once"
 
 
 def plain_loop(*, dropped):
@@ -152,20 +143,6 @@ def test_gradient_accumulation(setting, set_to_none):
 
 
 # ---- what is returned, kept, handed on and edited, and the storages under it
-
-
-@ways(settings=ALL)
-def losses_in_a_list(session):
-    """Losses for logging: with their graph, detached, and as a running sum."""
-    module, call = session.compiled(MLP)
-    kept, detached, total = [], [], 0.0
-    for batch in session.batches(4, 8, count=10):
-        loss = call(batch).square().mean()
-        learn(module, loss)
-        kept.append(loss)
-        detached.append(loss.detach())
-        total = total + loss.detach()
-    return [*(loss.detach() for loss in kept), *detached, total]
 
 
 @ways()

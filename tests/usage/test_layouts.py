@@ -5,27 +5,10 @@ import torch
 from torch import nn
 
 from tests.operators import doubling
-from tests.usage.programs import counted, gradients, one_of_each_on_cpu
+from tests.usage.programs import counted, learn, noting, one_of_each_on_cpu
 
-
-@torch.library.custom_op("split_layouts::wait", mutates_args=())
-def wait(x: torch.Tensor) -> torch.Tensor:
-    x.detach().sum().item()  # nobody is told
-    return x * 2
-
-
-wait.register_fake(torch.empty_like)
-
-
-@torch.library.custom_op("split_layouts::wait_too", mutates_args=())
-def wait_too(x: torch.Tensor) -> torch.Tensor:
-    x.detach().sum().item()
-    return x * 2
-
-
+wait, wait_too = (doubling(name, reads=True) for name in ("wait", "wait_too"))
 wait_later = doubling("wait_later")
-
-wait_too.register_fake(torch.empty_like)
 for op in (wait_too, wait_later):
     op.register_autograd(lambda ctx, grad: wait(grad))
 
@@ -46,41 +29,24 @@ class Sliced(nn.Module):
         return self.second(self.wait(part) * part * part.cos()).tanh()
 
 
-def trained(make, sizes, *, dynamic=None):
-    """A program of training steps, and the counters of its last four."""
-    last = {}
+def check(setting, make, sizes, *, dynamic=None, **options):
+    """Splits, gives what eager gives, and settles."""
+    steps = []
 
     def program(session):
         module, call = session.compiled(make, dynamic=dynamic)
-        values = []
-
-        def step(size):
+        for size in sizes:
             batch = session.randn(*size).requires_grad_()
             out = call(batch)
-            out.square().mean().backward()
-            values.extend([out.detach(), batch.grad, *gradients(module)])
-            module.zero_grad(set_to_none=True)
+            yield [out, *learn(module, out.square().mean()), batch.grad]
 
-        for size in sizes[:-4]:
-            step(size)
-        with counted() as counters:
-            for size in sizes[-4:]:
-                step(size)
-        last.update(counters)
-        return values
-
-    return program, last
-
-
-def check(setting, make, sizes, *, dynamic=None, **options):
-    """Splits, gives what eager gives, and settles."""
-    program, last = trained(make, sizes, dynamic=dynamic)
     with counted() as counters:
-        ours = setting.run(program, compiler="inductor", **OPTIONS, **options)
+        noted = noting(program, setting.driver, steps)
+        ours = setting.run(noted, compiler="inductor", **OPTIONS, **options)
     if options.get("driver") != "none":
         assert counters["partitions_eager"] > 0
         assert counters["calls"] == sum(counters[n] for n in ("replays", "warmups", "plain_calls"))
-        assert last["replays"] == last["calls"] > 0
+        assert all(step["replays"] == step["calls"] > 0 for step in steps[-4:])
     for a, b in zip(ours, setting.run_eagerly(program), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
@@ -106,7 +72,7 @@ class Kept(nn.Module):
         return self.second(wait_later(self.first(x).relu())).tanh()
 
 
-UNSAFE = {"unsafe_ops": ("split_layouts::wait",)}
+UNSAFE = {"unsafe_ops": ("tests::wait",)}
 
 
 @pytest.mark.parametrize("driver", ["none", None])

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 from cgpass.errors import CheckpointError
-from tests.operators import tagged
+from tests.operators import doubling, tagged
 from tests.usage.programs import (
     ON_CUDA,
     USUAL,
@@ -167,9 +167,14 @@ class Unread(One):
         return super().forward(x)[0]
 
 
-class OneMask(nn.Module):
+class DroppedRows(nn.Module):
+    """Outputs and gradients are zero for what was dropped, and for nothing else."""
+
+    def drop(self, x):
+        return F.dropout(x * 2, 0.5)
+
     def forward(self, x):
-        return checkpoint(lambda x: F.dropout(x.sin() + 2, 0.5) * 3, x, use_reentrant=False)
+        return checkpoint(self.drop, x, use_reentrant=False) * 2 / 7
 
 
 unread = trained(Unread)
@@ -293,12 +298,7 @@ ways.add({"sizes": sizes(dynamic=None)})
 # ---- options, and what fails to be captured
 
 
-@torch.library.custom_op("cgpass_recompute::reads", mutates_args=())
-def reads(x: torch.Tensor) -> torch.Tensor:
-    return x + 1 if x.sum().item() < 1e30 else x.clone()
-
-
-reads.register_fake(torch.empty_like)
+reads = doubling("reads", reads=True)
 reads.register_autograd(lambda ctx, grad: reads(grad))
 
 
@@ -391,7 +391,7 @@ def test_dropout(setting, compiler):
 
 @pytest.mark.parametrize("rng", RNG)
 def test_a_gradient_is_there_exactly_where_the_output_is(way, rng):
-    _, call = way.session(rng=rng, min_partition_ops=1).compiled(OneMask)
+    _, call = way.session(rng=rng, min_partition_ops=1).compiled(DroppedRows)
     seen = []
     for _ in range(12):
         inputs = [torch.randn(64, 64, device=way.device).requires_grad_() for _ in range(2)]
@@ -410,7 +410,7 @@ def test_a_gradient_is_there_exactly_where_the_output_is(way, rng):
 def test_threads_at_the_same_time(way):
     """Where generators count draws, threads that draw from one at once need numbers of their own: "paired"."""
     for mode in RNG if way.device.type == "cpu" else ("paired",):
-        _, call = way.session(rng=mode, min_partition_ops=1).compiled(OneMask)
+        _, call = way.session(rng=mode, min_partition_ops=1).compiled(DroppedRows)
         call(torch.ones(64, 64, device=way.device, requires_grad=True)).sum().backward()
         wrong = []
 
@@ -472,16 +472,6 @@ def test_a_seed_or_a_restored_state_fixes_every_step(way, rng):
 
 
 # ---- dropouts that run eagerly, and those of Inductor
-
-
-class DroppedRows(nn.Module):
-    """Outputs and gradients are zero for what was dropped, and for nothing else."""
-
-    def drop(self, x):
-        return F.dropout(x * 2, 0.5)
-
-    def forward(self, x):
-        return checkpoint(self.drop, x, use_reentrant=False) * 2 / 7
 
 
 def dropped(make, *, dynamic=False):

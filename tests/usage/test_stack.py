@@ -2,14 +2,12 @@
 
 import queue
 import threading
-from importlib.metadata import version
 
 import pytest
 import torch
 from benchlib.models import SPECS
 
 import cgpass
-from cgpass import telemetry
 from cgpass.errors import InputError
 from cgpass.runtime import owner as owners
 from tests.usage.programs import MLP, Block, assert_replays, counted, in_threads, sgd_step
@@ -197,10 +195,6 @@ def test_a_wrapper_inside_a_transform(setting, caplog):
 # ---- a mixture of experts of transformers
 
 
-EXPERTS = "transformers.grouped_mm_fallback"
-"""The operator and that of its backward."""
-
-
 def step(model, call, tokens):
     loss = call(input_ids=tokens, labels=tokens, use_cache=False).loss
     loss.backward()
@@ -211,7 +205,7 @@ def step(model, call, tokens):
 
 @pytest.mark.filterwarnings("ignore")  # transformers' and torch's own
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_mixtral_is_one_forward_and_one_backward_graph(compiler):
+def test_mixtral_trains_as_in_eager(compiler):
     torch.manual_seed(0)
     try:
         model = SPECS["mixtral"].build(True).model
@@ -220,20 +214,10 @@ def test_mixtral_is_one_forward_and_one_backward_graph(compiler):
     tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(1))
     expected = step(model, model, tokens)
     options = {"driver": "simulated", "compiler": compiler, "on_skip": "silent"}
-    before = telemetry.counters()["graphs"]
     call = torch.compile(model, backend=cgpass.cgpass, options=options)
     for _ in range(3):
         torch.testing.assert_close(step(model, call, tokens), expected)
     torch.compiler.reset()
-    graphs = telemetry.graphs(before)
-    reasons = [r for graph in graphs for part in graph.partitions for r in map(str, part.reasons)]
-    if not any(EXPERTS in reason for reason in reasons):
-        pytest.skip(f"transformers {version('transformers')} has experts that can be traced")
-    assert [graph.direction for graph in graphs] == ["forward", "backward"]
-    for graph in graphs:
-        eager = [part for part in graph.partitions if not part.captured]
-        assert len(eager) < len(graph.partitions)
-        assert all(any(EXPERTS in str(reason) for reason in part.reasons) for part in eager)
 
 
 def test_a_reset_waits_for_no_call_of_another_thread():

@@ -10,6 +10,7 @@ from cgpass import telemetry
 from cgpass.errors import CaptureError
 from tests.operators import tagged, waits
 from tests.usage import programs
+from tests.usage.test_bad_input import compiled
 
 X = torch.ones(4)
 
@@ -22,13 +23,8 @@ class Breaks(torch.nn.Module):
 
 def summary_of(fn, **options):
     """Lines about the graphs of three calls, and what they added to the counters."""
-    torch.compiler.reset()
     before = telemetry.counters()["graphs"]
-    call = torch.compile(
-        fn,
-        backend="cgpass",
-        options={"driver": "simulated", "compiler": "eager", **options},
-    )
+    call = compiled(fn, **options)
     with programs.counted() as counters:
         for _ in range(3):
             assert torch.equal(call(X), fn(X))
@@ -69,14 +65,12 @@ def test_a_graph_that_launches_nothing_is_no_skip(caplog):
 
 
 def test_calls_that_ran_without_a_graph_are_named():
-    torch.compiler.reset()
-    options = {"driver": "simulated", "compiler": "eager", "max_recordings": 1}
-    call = torch.compile(
-        lambda x: x.sin().cos().exp().tan(), backend="cgpass", options=options, dynamic=True
-    )
+    call = compiled(lambda x: x.sin().cos().exp().tan(), max_recordings=1)
     for size in (4, 5, 6):
+        x = torch.ones(size)
+        torch._dynamo.mark_dynamic(x, 0)
         for _ in range(3):
-            call(torch.ones(size))
+            call(x)
     *_, head, line, _ = cgpass.summary().splitlines()
     assert head.endswith("1 partition captured (4 operators), 0 eager (0 operators)")
     assert line.startswith("  captured_0: 6 of 9 calls ran without a graph: max_recordings=")
@@ -104,12 +98,8 @@ def refusal(call):
 
 
 def test_a_partition_whose_calls_are_refused_is_not_shown_as_captured():
-    torch.compiler.reset()
     before = telemetry.counters()
-    options = {"driver": "simulated", "compiler": "eager", "on_skip": "raise"}
-    call = torch.compile(
-        lambda x: waits(x.sin().cos().exp().tan()) + 1, backend="cgpass", options=options
-    )
+    call = compiled(lambda x: waits(x.sin().cos().exp().tan()) + 1, on_skip="raise")
     with programs.counted() as counters:
         call(X)
         for _ in range(3):

@@ -21,7 +21,7 @@ from cgpass import torch_private
 from tests.usage import programs
 from tests.usage.programs import MLP
 from tests.usage.test_whole_steps import Loss as Squares
-from tests.usage.test_whole_steps import Training, compared, sgd
+from tests.usage.test_whole_steps import Training, compared, sgd, swap_data
 
 EACH = 4
 """Steps after each change: in pieces where it is noticed so, then a warm-up, a recording, a replay."""
@@ -268,11 +268,6 @@ def data_of_states(state):
 
 def new_tensor_of_states(state):
     state["exp_avg"] = torch.ones_like(state["exp_avg"])
-
-
-def swap_data(training):
-    for parameter in training.module.parameters():
-        parameter.data = parameter.data.clone() * 0.5
 
 
 def gradient_from_before(training):
