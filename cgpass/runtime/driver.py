@@ -293,7 +293,10 @@ class CUDADriver(GraphDriver):
     def record(
         self, fn: BoxedCallable, args: list[Any], *, opaque: bool, slot: int = 0
     ) -> tuple[CapturedGraph, list[Any]]:
-        """See `GraphDriver.record`; `opaque` makes no difference to CUDA."""
+        """See `GraphDriver.record`; `opaque` makes no difference to CUDA.
+
+        The graph is not uploaded by itself: the replay that follows at once does that, and is done earlier than after an upload.
+        """
         del opaque
         pool = self._pool_to_record_in(slot)
         graph = torch.cuda.CUDAGraph()
