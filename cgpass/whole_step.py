@@ -59,6 +59,9 @@ _WRITES_NUMBERS: Final = (
     "the loss changes the optimizer's param_groups or flags; change them between two steps"
 )
 _WRITES_TENSORS: Final = "the loss writes a tensor of the optimizer; write it between two steps"
+_ANOMALY: Final = (
+    "anomaly detection is on; torch.compile turns it on, too, while it compiles in another thread"
+)
 _COMMUNICATES: Final = "it communicates with other processes"
 _ITS_LINE: Final = "cgpass.explain(loss_fn, batch) names the line"
 _TOO_OFTEN: Final = "it was compiled torch._dynamo.config.recompile_limit times; keep what changes the same, or make it a tensor"
@@ -591,6 +594,8 @@ class _Update:
             name = name or f"parameter {at} of the optimizer, {[*leaf.shape]},"
             if leaf.grad is not None:
                 return f"{name} has a gradient from before; call zero_grad() first"
+            if torch.is_anomaly_enabled():
+                return _ANOMALY
             return f"{name} has hooks, or gradients of another dtype; remove them"
         if self.scaler is not None and torch_private.steps_of_scaler(self.scaler):
             return "the scaler's unscale_() or step() was called before the step; leave that to the step"
@@ -676,6 +681,8 @@ class _Whole:
         self._contents: tuple[list[Any], bytes] = fast.contents(
             self._take_leaves(args), (), _NOTHING
         )
+        has_gaps = any(map(torch_private.has_gaps, self._contents[0]))
+        self._own_gradient = _own_gradient_of_any if has_gaps else _own_gradient
         self._places = b""
         """Of what the loss writes, and of learning rates."""
         self._update = update
@@ -808,7 +815,7 @@ class _Whole:
             gradients = list(self._backward(call))
         found: list[Any] = []
         for n, leaf in zip(self._positions, self._leaves, strict=True):
-            found.append(_own_gradient(gradients[n], leaf))
+            found.append(self._own_gradient(gradients[n], leaf))
             gradients[n] = None
         return returned, found
 
@@ -821,3 +828,10 @@ def _own_gradient(gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     if gradient.stride() == leaf.stride():
         return gradient
     return torch.empty_like(leaf).copy_(gradient)
+
+
+def _own_gradient_of_any(gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """The same where parameters may be slices, whose gradients are contiguous."""
+    if torch_private.has_gaps(leaf):
+        return gradient.contiguous()
+    return _own_gradient(gradient, leaf)

@@ -141,7 +141,8 @@ class Executor:
                 results = self._take_outputs(slots)
                 if owner is not None and owner.copies_results and not owner.bypassed:
                     visible = [n for n in self._visible if isinstance(results[n], torch.Tensor)]
-                    own = [n for n in visible if owner.is_pool_storage(results[n])]
+                    dense = [n for n in visible if results[n].layout is torch.strided]
+                    own = [n for n in dense if owner.is_pool_storage(results[n])]
                     self._stats.copied_bytes += fast.copy_out(results, own)
             except BaseException:
                 mend(open_modes)

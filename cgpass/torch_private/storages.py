@@ -41,6 +41,14 @@ def on_storage(
     return with_lazy_bits(out, conj=like.is_conj(), neg=like.is_neg())
 
 
+def has_gaps(tensor: torch.Tensor) -> bool:
+    """Tell if a tensor leaves out elements between its first and its last, as a slice does, or has some twice.
+
+    Source: aten/src/ATen/MemoryOverlap.cpp, 2.11 to 2.15.
+    """
+    return torch._debug_has_internal_overlap(tensor) != 0
+
+
 def storage_at(address: int, num_bytes: int, device: torch.device) -> torch.UntypedStorage:
     """A storage that lies where it is told to. **Lifetime:** owns nothing; the caller keeps the memory alive."""
     storage: Any = torch._C._construct_storage_from_data_pointer(address, device, num_bytes)

@@ -663,6 +663,19 @@ def test_a_learning_rate_that_a_hook_sets_stays(way):
     compared(way, program)
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_anomaly_detection_is_not_taken_for_a_hook(way):
+    """Dynamo turns it on for all threads while it compiles in one."""
+    training = Training(way.session())
+    (batch,) = training.session.batches(4, 8, count=1)
+    for _ in range(3):
+        training.run(batch)
+    with torch.autograd.detect_anomaly(check_nan=False):
+        training.run(batch)
+    (why,) = training.step.in_pieces.keys() - {"the first call of a variant"}
+    assert why.startswith("anomaly detection is on; torch.compile turns it on, too")
+
+
 @pytest.mark.parametrize("wrapped", [False, True], ids=["module", "closure"])
 def test_a_gradient_from_before_is_named_as_its_parameter(wrapped):
     net, x = nn.Sequential(nn.Linear(3, 2), nn.Tanh()), torch.ones(4, 3)

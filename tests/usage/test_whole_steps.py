@@ -212,6 +212,30 @@ class Clamped(nn.Module):
         return x @ self.weight
 
 
+class Slices(nn.Module):
+    """The gradients of the first two are slices of one tensor, and that of the third has its columns in its rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.turned = [
+            nn.Parameter(tensor)
+            for tensor in (
+                torch.randn(8, 64)[:, :33],
+                torch.randn(8, 64)[:, :31],
+                torch.randn(64, 8)[:, :3].t(),
+            )
+        ]
+
+    def forward(self, x):
+        return x @ torch.cat([self.left, self.right], 1) @ self.turned.t()
+
+
+SPARSE = {
+    "make": lambda: nn.Embedding(16, 8, sparse=True),
+    "loss_fn": lambda m: lambda x: m((x.abs() * 4).long().clamp(max=15)).square().mean(),
+}
+
+
 class SavedGradient(torch.autograd.Function):
     """The gradient is what the forward returned, which clipping must not write."""
 
@@ -310,11 +334,9 @@ USES = {
     "averages": use(every=average),
     "versions": use(every=note_versions),
     "sparse gradients": use(
-        make=lambda: nn.Embedding(16, 8, sparse=True),
-        loss_fn=lambda m: lambda x: m((x.abs() * 4).long().clamp(max=15)).square().mean(),
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-        whole=0,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1), whole=0, **SPARSE
     ),
+    "parameters that are slices": use(make=Slices, max_norm=0.1),
     "unused parameters": use(make=Branches, max_norm=1.0),
     "checkpointing": use(make=Checkpointed),
     "adapters": use(make=Adapted),
@@ -621,6 +643,10 @@ REASONS = {
         {"optimizer": lambda params: torch.optim.Rprop(params, lr=0.01)},
         "no graph can hold step() of this Rprop: make it with capturable=True",
     ),
+    "an optimizer that Dynamo wraps": (
+        {"optimizer": lambda params: torch.optim.SparseAdam(params, lr=0.01), **SPARSE},
+        "SparseAdam can't be captured; AdamW(fused=True) or SGD(fused=True) can",
+    ),
     "accumulation": ({"accumulate": 2}, "accumulate=2"),
     "two results": (
         {"loss_fn": differentiable_twice},
@@ -713,6 +739,10 @@ def test_parts_that_cannot_be_captured_run_in_turn(way, scale, outputs):
         return values
 
     compared(way, program, outputs=outputs)
+
+
+def test_sparse_gradients_beside_results_that_are_copied(way):
+    compared(way, USES["sparse gradients"], outputs="owned")
 
 
 def test_accumulation_adds_up(way):
