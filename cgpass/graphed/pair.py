@@ -349,11 +349,17 @@ class Pair:
             owner.enter_call(is_backward=True)
             backward = self._recordings.get("backward")
             if backward is not None and fast.layouts(call.members) == self._backward_key:
+                splits = "backward_dw" in self._recordings
+                if splits and call in d.due:  # what that needs would be overwritten
+                    raise GraphedBackwardError(
+                        f"{call.name}: a second backward through one forward before the backward_dw() of the first. Call "
+                        "backward_dw() between them."
+                    )
                 self._put_in_place(call)
                 if call.position is not None:
                     self._states.rewind(call.position)
                 found = self._replay(backward, [*self._nothing, *grads])
-                if "backward_dw" in self._recordings:
+                if splits:
                     d.due.append(call)
                     return found
             else:

@@ -126,6 +126,13 @@ def test_a_graph_that_is_retained(setting):
         graphed.backward_dw()
         expected.square().sum().backward(retain_graph=retain)
     same_grads(module, plain)
+    found = graphed(x)
+    found.square().sum().backward(retain_graph=True)
+    with pytest.raises(cgpass.errors.GraphedBackwardError, match="before the backward_dw"):
+        found.sum().backward(retain_graph=True)
+    graphed.backward_dw()
+    plain(x).square().sum().backward()
+    same_grads(module, plain)
 
 
 def test_graphs_that_are_freed_before_the_weights_gradients(setting):
