@@ -201,13 +201,14 @@ def _restored(
     """Put back parameters, buffers, gradients and what optimizers and scalers keep."""
     groups = [group for each in optimizers for group in getattr(each, "param_groups", ())]
     params = [value for group in groups for value in group["params"]]
-    own: list[dict[str, Any]] = [t for m in modules for t in (m._parameters, m._buffers)]
-    tables = [(table, dict(table)) for table in own]
+    tables = [(t, dict[str, Any](t)) for m in modules for t in (m._parameters, m._buffers)]
     values = [*(value for _, before in tables for value in before.values()), *params]
     there = [each for each in dict.fromkeys(values) if each is not None]
     kept = [(each, _copy(each)) for each in there if not torch.nn.parameter.is_lazy(each)]
     gradients = [(each, each.grad) for each in (*tensors, *params) if each.is_leaf]
-    states = [(each, copy.deepcopy(each.state_dict())) for each in dict.fromkeys(optimizers)]
+    memo = {id(each): each for each in params}  # copies of what is kept by parameter are, too
+    told = [(each.state_dict(), dict(getattr(each, "state", ()))) for each in optimizers]
+    states = copy.deepcopy(told, memo)
     for each, _ in gradients:
         each.grad = None
     try:
@@ -219,8 +220,9 @@ def _restored(
         with torch.no_grad():
             for value, before in kept:
                 value.copy_(before)
-        for each, state in states:
+        for each, (state, own) in zip(optimizers, states, strict=True):
             each.load_state_dict(state)
+            getattr(each, "state", {}).update(own)  # loading casts to the parameter's dtype
         for each, gradient in gradients:
             each.grad = gradient
 

@@ -138,7 +138,5 @@ class Facts:
     def reasons(self) -> Iterator[Reason]:
         """List all reasons why something ran outside of graphs."""
         yield from (*self.left_to_eager, *self.graph_breaks, *self.recompilations)
-        for graph in self.graphs:
-            yield from graph.why
-            for part in graph.partitions:
-                yield from part.reasons
+        yield from (reason for graph in self.graphs for reason in graph.why)
+        yield from (reason for part in self.partitions for reason in part.reasons)

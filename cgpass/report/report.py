@@ -181,4 +181,7 @@ def _told(report: Report) -> dict[tuple[str | None, ...], str]:
     for each in report.reasons:
         code, cause = (each.line or "").partition(": ")[2], _CALLS.sub("calls", each.detail)
         told[each.code, each.rest, each.op or cause, code] = str(each)
+    for graph, part in ((g, part) for g in report.graphs for part in g.partitions):
+        for _, each in text.events(f"{graph.name}, {part.name}", part):
+            told[each.code, each.op, re.sub(r"\d+", "", str(each.line))] = str(each)
     return told

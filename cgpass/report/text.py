@@ -148,13 +148,14 @@ def _found(report: Facts) -> Iterator[tuple[float, Reason]]:
             why, _, fix = graph.skip.partition("; ")
             yield weight, Reason("", "", f"it runs without CUDA graphs: {why}", fix, graph.name)
         for part in graph.partitions:
-            yield from _of_partition(f"{graph.name}, {part.name}", part)
+            where, lost = f"{graph.name}, {part.name}", (part.calls - part.replays) * part.num_ops
+            for reason in part.reasons:
+                yield lost or part.calls, replace(reason, line=reason.line or where)
+            yield from events(where, part)
 
 
-def _of_partition(where: str, part: PartitionReport) -> Iterator[tuple[float, Reason]]:
-    lost = (part.calls - part.replays) * part.num_ops
-    for reason in part.reasons:
-        yield lost or part.calls, replace(reason, line=reason.line or where)
+def events(where: str, part: PartitionReport) -> Iterator[tuple[float, Reason]]:
+    """Yield what costs time though graphs run: inputs that moved, more recordings, results that are held."""
     for each in (each for each in part.copied_inputs if each.moved):
         name = f"{each.name} ({size(each.num_bytes)})"
         moved = Reason("moved", name, _MOVED, OTHER_FIXES["new_tensor"], each.line or where)
@@ -163,7 +164,8 @@ def _of_partition(where: str, part: PartitionReport) -> Iterator[tuple[float, Re
     for cause, count in causes.items():
         notes = [note for note in part.recordings if note.cause == cause]
         least = "at least " if len(part.recordings) < part.counts.get("recordings", 0) else ""
-        more = f"{least}{many(count, 'more recording')}: {notes[-1].detail}"
+        kind = "more recording" if count < part.counts.get("recordings", 0) else "recording"
+        more = f"{least}{many(count, kind)}: {notes[-1].detail}"
         yield count, _at(notes[-1].line, where, cause, more, _CAUSES.get(cause, _DROP))
     if rescues := part.counts.get("rescues", 0):
         copied = size(part.counts.get("rescued_bytes", 0))

@@ -80,7 +80,7 @@ def _report(
             graphs.append(_graph(number, summary, runs, calls, before, clock))
     met, left = graph_breaks(breaks, graphs)
     left = [*left_to_eager(notes), *left]
-    known = {place_of(each.line) for each in left}
+    known = {place_of(each.line or each.rest) for each in left}
     others = {
         each: [now - then for now, then in zip(counts, was, strict=True)]
         for each, counts in after.others.items()
@@ -100,7 +100,7 @@ def _report(
         left_to_eager=tuple(dict.fromkeys(left)),
         graph_breaks=counted(each for each in met if place_of(each.line) not in known),
         recompilations=tuple(r for r in recompiled(notes) if place_of(r.line) not in known),
-        others=tuple(each.explain() for each in others),
+        others=tuple(telemetry.told(each, calls) for each, (calls, _, _) in others.items()),
         whole_steps=sum(whole for _, whole, _ in others.values()),
         steps=sum(later for _, _, later in others.values()),
         counters=telemetry.grown(after.counters, before.counters),

@@ -372,7 +372,10 @@ class PartitionRunner:
         if any_shape is None:
             cause = "first", "the first call after the warm-up"
             if self.stats.recordings:
-                cause = "anew", "recordings were freed: cgpass.reset(), or a failed capture"
+                cause = (
+                    "anew",
+                    "recordings were freed: by cgpass.reset(), explain or a failed capture",
+                )
         elif last is None:
             code, new = "new_shape", layout.changed(any_shape[0], shape)
             others = new

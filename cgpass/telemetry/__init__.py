@@ -258,6 +258,12 @@ def now() -> Moment:
     return Moment(counters(), calls, parts, weakref.WeakKeyDictionary(others))
 
 
+def told(other: Any, calls: int) -> str:
+    """Describe a training step, or what was graphed by hand, and how many of its calls a report is about."""
+    some = f"\n  {calls} of these calls ran since this report began"
+    return str(other.explain()) + some * (calls < other.calls)
+
+
 def begin_summary() -> None:
     """Have summaries tell of calls from now on alone."""
     _registry.since = now()

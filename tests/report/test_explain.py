@@ -168,6 +168,10 @@ def test_training_steps_and_callables_graphed_by_hand_are_told_of():
     assert any(each.startswith("train_step of ") for each in report.others)
     assert any("graphed by hand" in each for each in report.others)
     assert "graphed by hand" in str(report)
+    assert "since this report began" not in str(report)
+    with cgpass.explain() as report:
+        by_hand(X)
+    assert report.others[0].endswith("\n  1 of these calls ran since this report began")
     with cgpass.explain() as report:
         pass
     assert report.others == ()
@@ -390,6 +394,17 @@ def test_what_holds_a_model_is_put_back_with_it(make):
     cgpass.explain(torch.compiler.disable(make(trainer)), X, optimizer=trainer.scheduler.optimizer)
     after = trainer.model.state_dict()
     assert all(torch.equal(value, before[name]) for name, value in after.items())
+
+
+def test_optimizers_keep_the_dtype_of_their_state():
+    param = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([param], 0.1)
+    optimizer.state[param]["momentum"] = torch.rand(8)
+    before = optimizer.state[param]["momentum"].clone()
+    cgpass.explain(lambda: param * 2, optimizer=optimizer)
+    after = optimizer.state[param]["momentum"]
+    assert after.dtype == torch.float32
+    assert torch.equal(after, before)
 
 
 def test_a_scheduler_names_its_optimizer():

@@ -203,7 +203,7 @@ PLANTED = {
     "compiled optimizer": (
         steps,
         steps,
-        "1 more recording: moved: self.param_groups[0]['params'][0] (float32[8]) [moved]",
+        "1 recording: moved: self.param_groups[0]['params'][0] (float32[8]) [moved]",
         "write into it in place (copy_) instead of replacing it",
     ),
     "graph break in a loop": (
@@ -249,6 +249,26 @@ def test_cause_line_and_remedy_are_found_in_the_text(name):
     assert re.findall(r"(\d+)\. (?:test_planted|\w+ of)", costs[: numbers[0]])  # one of the list
     assert joined(cause.partition(" [")[0]).replace("'", "&#39;") in joined(html(report))
     assert max(map(len, str(report).splitlines())) <= 100
+
+
+def test_a_function_that_is_given_up_has_no_entry_for_each_time_it_was_compiled():
+    model = Net()
+    model.weight.grad = torch.ones(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = torch.compile(optimizer.step, backend="cgpass")
+    with cgpass.explain() as report:
+        for n in range(12):
+            optimizer.param_groups[0]["lr"] = 0.1 / (n + 1)
+            step()
+    (place,) = [each.rest for each in report.left_to_eager]
+    assert place not in [each.line for each in report.recompilations]
+
+
+def test_an_only_recording_is_no_further_one():
+    with cgpass.explain() as report:
+        moves()
+    assert report.counters["recordings"] == 1
+    assert "captured_0: 1 recording: moved: " in joined(report)
 
 
 def test_a_call_on_the_cpu_says_so():

@@ -217,6 +217,25 @@ def test_what_changed_is_told(tmp_path, capsys):
     assert "-o/--output: not allowed with argument --diff" in capsys.readouterr().err
 
 
+def test_results_that_are_held_and_parameters_that_move_are_changes():
+    held, free = sample(), sample()
+    free.graphs = tuple(
+        dataclasses.replace(
+            graph,
+            partitions=tuple(
+                dataclasses.replace(part, counts=part.counts | {"rescues": 0}, recordings=())
+                for part in graph.partitions
+            ),
+        )
+        for graph in free.graphs
+    )
+    told = joined(diff(free, held))
+    assert "captured_0: outputs still referenced were copied 2 times (0 B) [rescues]; drop" in told
+    assert "captured_0: 1 more recording: weight (float32[8, 8]) moved from" in told
+    assert told.count("new: ") == 2
+    assert joined(diff(held, free)).count("gone: ") == 2
+
+
 def test_lines_that_only_moved_are_no_change():
     line = Reason("graph_break", "", "graph break: print", "remove it", "model.py:51 in f")
     assert diff(sample(), sample(graph_breaks=(line,))) == "nothing changed"
