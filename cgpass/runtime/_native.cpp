@@ -115,7 +115,22 @@ int64_t storage_of(const at::Tensor& tensor) {
   return reinterpret_cast<int64_t>(tensor.storage().unsafeGetStorageImpl());
 }
 
-// static_key(args, positions): addresses of tensors, as 64-bit integers.
+// Where a tensor lies, and how: of parameters that Python code gives other data, no guard knows it (torch 2.11). Zero if it
+// has no memory.
+int64_t place_at(const c10::TensorImpl& tensor) {
+  const c10::StorageImpl* storage = tensor.unsafe_storage().unsafeGetStorageImpl();
+  if (storage == nullptr || storage->data() == nullptr || tensor.numel() == 0) return 0;
+  auto mixed = reinterpret_cast<uint64_t>(storage->data()) + tensor.storage_offset() * tensor.itemsize();
+  const auto mix = [&](int64_t number) { mixed = (mixed ^ static_cast<uint64_t>(number)) * 0x9E3779B97F4A7C15; };
+  mix(static_cast<int64_t>(tensor.dtype().toScalarType()));
+  std::for_each(tensor.sizes().begin(), tensor.sizes().end(), mix);
+  if (!tensor.is_contiguous()) std::for_each(tensor.strides().begin(), tensor.strides().end(), mix);
+  return static_cast<int64_t>(mixed);
+}
+
+int64_t place_of(const at::Tensor& tensor) { return place_at(*tensor.unsafeGetTensorImpl()); }
+
+// static_key(args, positions): addresses and layouts of tensors, each as one 64-bit integer (`place_at`).
 // storage_key(args, positions): identities of their storages (UntypedStorage._cdata), likewise.
 template <int64_t (*of)(const at::Tensor&)>
 PyObject* numbers(PyObject* const* args) {
@@ -124,7 +139,7 @@ PyObject* numbers(PyObject* const* args) {
   for (Py_ssize_t k = 0; k < positions.size; ++k) out[k] = of(values.tensor(positions.number(k)));
   return bytes_of(out);
 }
-constexpr auto static_key = numbers<address_of>;
+constexpr auto static_key = numbers<place_of>;
 constexpr auto storage_key = numbers<storage_of>;
 
 // layouts(tensors): what a graph that reads tensors where they lie has in it, as 64-bit integers. For each tensor: number
@@ -514,11 +529,7 @@ struct Walk {
   void through(PyObject* object, bool is_root = false) {
     objects.push_back(object);
     if (THPVariable_CheckTypeExact(Py_TYPE(object))) {
-      const c10::TensorImpl& tensor = *THPVariable_Unpack(object).unsafeGetTensorImpl();
-      const c10::StorageImpl* storage = tensor.unsafe_storage().unsafeGetStorageImpl();
-      const int64_t address = storage == nullptr ? 0 : reinterpret_cast<int64_t>(storage->data()) +
-          tensor.storage_offset() * static_cast<int64_t>(tensor.itemsize());
-      addresses.push_back(address ^ static_cast<int64_t>(tensor.dtype().toScalarType()) << 57);  // no address is so high
+      addresses.push_back(place_at(*THPVariable_Unpack(object).unsafeGetTensorImpl()));
       return;
     }
     const bool is_dict = PyDict_Check(object);
@@ -538,7 +549,7 @@ struct Walk {
   }
 };
 
-// contents(roots, without, before): a list of all that is in dicts, lists and tuples, and the addresses and dtypes of the
+// contents(roots, without, before): a list of all that is in dicts, lists and tuples, and the places (`place_at`) of the
 // plain tensors among it (of keys not) as 64-bit integers; of dicts that are roots, without the values of some keys. before
 // is an earlier result, or ([], b""): where nothing changed it is returned itself, and where the same objects are there,
 // with its list.

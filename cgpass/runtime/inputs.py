@@ -166,7 +166,7 @@ class Found:
     """The inputs of one call, by kind."""
 
     places: bytes
-    """Addresses of the static inputs that are read in place; zero for those that are copied."""
+    """Addresses (see `fast.static_key`) of the static inputs that are read in place; zero for those that are copied."""
     values: bytes
     """The same for values of other recordings."""
     new: tuple[int, ...]
@@ -267,7 +267,7 @@ class Inputs:
         but `torch.utils.swap_tensors` refuses tensors that have one.
         """
         storage, name = value.untyped_storage()._cdata, id(value)
-        known, here = self._known[i], (value.data_ptr(), storage)
+        known, here = self._known[i], (_place_of(value), storage)
         if any(at != here and (at[1] == storage or was == name) for at, (_, was) in known.items()):
             return True
         return bool(known) and next(reversed(known.values()))[0].expired
@@ -287,10 +287,15 @@ class Inputs:
             mine = [at for at in alive if at[1] == storage._cdata]
             for at in mine[: max(0, len(mine) - self._max_places + 1)]:
                 del alive[at]
-            place = args[i].data_ptr(), storage._cdata
+            place = _place_of(args[i]), storage._cdata
             alive[place] = torch_private.WeakStorage(storage), id(args[i])
             self._known[i] = alive
             self._before = None
+
+
+def _place_of(value: torch.Tensor) -> int:
+    """What keys have of a static input."""
+    return array("q", fast.static_key([value], (0,)))[0]
 
 
 def shared_with_written(args: Sequence[Any], written: Iterable[int]) -> set[int]:

@@ -32,17 +32,26 @@ def tensors(seed):
 # ---- keys
 
 
-def test_keys_are_the_addresses_and_the_storages():
+def test_keys_are_the_places_and_the_storages():
     args = tensors(0)
     positions = tuple(random.Random(0).sample(range(len(args)), 20))
     key, storages = fast.static_key(args, positions), fast.storage_key(args, positions)
-    assert array("q", key).tolist() == [args[i].data_ptr() for i in positions]
+    empty = [not args[i].numel() for i in positions]
+    assert [not number for number in array("q", key)] == empty
     assert array("q", storages).tolist() == [args[i].untyped_storage()._cdata for i in positions]
     assert fast.static_key(args, ()) == b""
     with pytest.raises(TypeError):
         fast.static_key([None], (0,))
     with pytest.raises(IndexError):
         fast.static_key([torch.zeros(1)], (1,))
+
+
+def test_a_place_is_an_address_and_a_layout():
+    x = torch.arange(12.0).view(3, 4)
+    other = x[1:], x[:2], x.view(4, 3), x.as_strided((3, 4), (1, 3)), x.view(torch.int32), x.clone()
+    keys = [fast.static_key([each], (0,)) for each in (x, *other)]
+    assert len({*keys}) == len(keys)
+    assert fast.static_key([x.detach().view(12).view(3, 4)], (0,)) == keys[0]
 
 
 # ---- who holds it

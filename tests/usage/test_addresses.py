@@ -201,6 +201,16 @@ def a_tensor_marked_static_is_replaced(session):
         yield [call(batch, table)]
 
 
+@ways(replays="some")
+def a_parameter_is_laid_out_otherwise_where_it_lies(session):
+    """No guard of torch 2.11 notices."""
+    module, call = session.compiled(lambda: nn.Linear(8, 8))
+    for number, batch in enumerate(session.batches(4, 8, count=10)):
+        if number == 5 and session.options["compiler"] == "eager":  # Inductor's code refuses it
+            module.weight.data = module.weight.data.t()
+        yield learn(module, call(batch).square().mean())
+
+
 # ---- what is another tensor in every single call
 
 
