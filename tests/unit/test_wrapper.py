@@ -125,12 +125,7 @@ NOT_PLAIN = f"{WRONG} Subclass: a recording takes plain tensors"
         ((X, 3), (X, 1.5), InputError, f"{WRONG} float: a graph would freeze"),
         (None, ([X],), InputError, "input 0 is a list: a graph would freeze its value"),
         (None, (X, META), InputError, "input 1 lies on meta, the recording on cpu: move it there"),
-        (
-            None,
-            (X, X.to_sparse()),
-            InputError,
-            NOT_STRIDED,
-        ),
+        (None, (X, X.to_sparse()), InputError, NOT_STRIDED),
         (None, (X, X.as_subclass(Subclass)), InputError, NOT_PLAIN),
         (None, (META,), DriverUnavailableError, 'driver="simulated" can\'t record on meta'),
         (None, (X.clone().requires_grad_(),), InputError, "input 0 requires grad, but no autograd"),
