@@ -108,11 +108,14 @@ def train(world, module, call, *, same=False, context=contextlib.nullcontext, st
     return [*losses, *map(whole, module.parameters())]
 
 
-def tensor_parallel(world):
-    module = world.net()
+def split_layers(module, mesh):
     for layer in module.layers:
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(layer, world.mesh, plan)
+        parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return module
+
+
+def tensor_parallel(world):
+    module = split_layers(world.net(), world.mesh)
     return train(world, module, world.compile(module), same=True)
 
 
@@ -136,19 +139,11 @@ def collectives_between_graphs(world):
 
 def parallel_loss(world):
     """No device sees all classes' logits."""
-    module = world.net()
-    for layer in module.layers:
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(layer, world.mesh, plan)
+    module = split_layers(world.net(), world.mesh)
     head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(module, world.mesh, {"head": head})
-    return train(
-        world,
-        module,
-        world.compile(Loss(module)),
-        same=True,
-        context=loss_parallel,
-    )
+    call = world.compile(Loss(module))
+    return train(world, module, call, same=True, context=loss_parallel)
 
 
 class Gathered(nn.Module):
@@ -268,17 +263,12 @@ def fsdp_blocks_that_come_back(world):
 def tensor_parallel_and_fsdp(world):
     """Two devices compute a layer, two hold it."""
     mesh = init_device_mesh(world.device.type, (2, 2), mesh_dim_names=("data", "tensor"))
-    module = world.net()
+    module = split_layers(world.net(), mesh["tensor"])
     for layer in module.layers:
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(layer, mesh["tensor"], plan)
         world.compile_in_place(layer)
         fully_shard(layer, mesh=mesh["data"])
-    parallelize_module(
-        module,
-        mesh["tensor"],
-        {"head": ColwiseParallel(output_layouts=Replicate())},
-    )
+    head = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(module, mesh["tensor"], {"head": head})
     fully_shard(module, mesh=mesh["data"])
     return train(world, module, module, same=True, steps=STEPS_UNTIL_STEADY // 2)
 

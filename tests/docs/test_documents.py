@@ -162,15 +162,12 @@ def test_the_guide_to_whole_steps_runs(capsys):
     assert "10 calls, 9 as a whole" in capsys.readouterr().out
 
 
-def test_the_guide_to_migrating_runs():
-    layer, sample = torch.nn.Linear(4, 4), torch.randn(2, 4)
-    run_blocks((DOCS / "migrating.md").read_text(), layer=layer, sample=sample, step=torch.sin)
-
-
-def test_the_guide_to_graphed_callables_runs():
+def test_the_guides_to_migrating_and_to_graphed_callables_run():
     model, sample = torch.nn.Module(), torch.randn(2, 4)
     model.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
-    run_blocks((DOCS / "graphed-callables.md").read_text(), model=model, sample=sample)
+    names = {"model": model, "layer": torch.nn.Linear(4, 4), "sample": sample, "step": torch.sin}
+    for guide in ("migrating", "graphed-callables"):
+        run_blocks((DOCS / f"{guide}.md").read_text(), **names)
     with torch.no_grad():
         assert model.layers[1](model.layers[0](sample)).shape == (2, 4)
 

@@ -11,25 +11,15 @@ def kinds(gm, **known):
     return [info.kind for info in input_infos(gm, known)]
 
 
-def test_tensors_are_static_pooled_or_copied():
-    gm = fake_cuda_graph(lambda a, b, c: a + b + c, (3,), (3,), (3,))
-    assert kinds(gm, a_1=InputKind.STATIC, b_1=InputKind.POOLED) == [
-        InputKind.STATIC,
-        InputKind.POOLED,
-        InputKind.COPIED,
-    ]
-
-
-def test_other_values_go_by_their_type():
-    gm = fake_cuda_graph(lambda a, b, c, d: a + b + c, dynamic(3), (1,), (1,), (1,))
-    node_named(gm, "b_1").meta["val"] = node_named(gm, "a_1").meta["val"].shape[0]
-    node_named(gm, "c_1").meta["val"] = FakeCudaGenerator()
-    node_named(gm, "d_1").meta["val"] = object()
-    assert kinds(gm) == [
-        InputKind.COPIED,
-        InputKind.SYMINT,
-        InputKind.GENERATOR,
-        InputKind.OPAQUE,
+def test_tensors_are_what_is_known_and_other_values_go_by_their_type():
+    gm = fake_cuda_graph(lambda *args: args[0] + args[1], *[dynamic(3)] * 3, *[(1,)] * 3)
+    size, generator, other = gm.graph.find_nodes(op="placeholder")[3:]
+    size.meta["val"] = gm.graph.find_nodes(op="placeholder")[0].meta["val"].shape[0]
+    generator.meta["val"], other.meta["val"] = FakeCudaGenerator(), object()
+    names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+    assert kinds(gm, **{names[0]: InputKind.STATIC, names[1]: InputKind.POOLED}) == [
+        *(InputKind.STATIC, InputKind.POOLED, InputKind.COPIED),
+        *(InputKind.SYMINT, InputKind.GENERATOR, InputKind.OPAQUE),
     ]
 
 

@@ -254,15 +254,18 @@ def test_what_takes_a_dead_tensors_place_is_copied_and_no_recording_is_lost():
     assert run.table.all() == run.owner._slots[0].recordings
 
 
-def test_recordings_of_what_is_gone_are_freed_once_something_else_is_recorded():
-    run = scaled()
+@pytest.mark.parametrize("held", [False, True])
+def test_recordings_of_what_is_gone_are_freed_once_something_else_is_recorded(held):
+    run, kept = scaled(), []
     for size in (2, 20):
         w = torch.ones(size)[:2]
-        for _ in range(2):
-            call(run, X, w, 2)
-        del w
-        (recording,) = run.owner._slots[0].recordings
-        assert run.table.all() == [recording]
+        call(run, X, w, 2)
+        (result,), _ = run.run([X, w, 2])
+        assert sum(each.is_gone for each in run.table.seen()) == len(kept)
+        kept += [result] * held
+        del w, result
+        assert len(run.table.all()) == (len(kept) or 1)
+        assert run.table.all() == run.owner._slots[0].recordings
 
 
 def test_what_is_written_beside_operators_is_found_by_its_bits():

@@ -1,11 +1,10 @@
-"""What belongs to a signature, how inputs are named, and which are refused."""
+"""What belongs to a signature, and how inputs are named."""
 
 import pytest
 import torch
 
 from cgpass.compile.facts.input_info import InputInfo, InputKind
-from cgpass.errors import InputError
-from cgpass.runtime.inputs import Layout, check_tensor, describe
+from cgpass.runtime.inputs import Layout, describe
 from cgpass.runtime.wrapper import _kind
 from tests.unit.runners import COPIED, OPAQUE, STATIC, SYMINT, infos
 
@@ -32,27 +31,6 @@ def test_kinds_inferred_from_values():
     args = [X, X, 3, True, "text", None, torch.float32, torch.Generator(), object()]
     found = [_kind("x", value, CPU, is_static=i == 1) for i, value in enumerate(args)]
     assert found == [COPIED, STATIC, *[SYMINT] * 5, InputKind.GENERATOR, OPAQUE]
-
-
-class Subclass(torch.Tensor):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (torch.zeros(2).as_subclass(Subclass), "x is a Subclass: a recording takes plain tensors"),
-        (
-            torch.eye(2).to_sparse(),
-            "x has layout torch.sparse_coo: a recording takes strided tensors",
-        ),
-        (torch.zeros(2, device="meta"), "x lies on meta, the recording on cpu: move it there"),
-    ],
-    ids=["subclass", "sparse", "device"],
-)
-def test_tensors_that_a_recording_cannot_read(value, text):
-    with pytest.raises(InputError, match=text):
-        check_tensor("x", value, CPU)
 
 
 @pytest.mark.parametrize(

@@ -105,8 +105,14 @@ def test_calls_without_tensors_say_that_they_run_plainly(caplog):
     assert caplog.text.count("no input is a tensor") == 1
 
 
+class Subclass(torch.Tensor):
+    pass
+
+
 META = torch.ones(3, device="meta")
 WRONG = "input 1 is a"
+NOT_STRIDED = "input 1 has layout torch.sparse_coo: a recording takes strided tensors"
+NOT_PLAIN = f"{WRONG} Subclass: a recording takes plain tensors"
 
 
 @pytest.mark.parametrize(
@@ -118,7 +124,9 @@ WRONG = "input 1 is a"
         ((X, 3), (X, object()), InputError, f"{WRONG} object, in the first call it was of another"),
         ((X, 3), (X, 1.5), InputError, f"{WRONG} float: a graph would freeze"),
         (None, ([X],), InputError, "input 0 is a list: a graph would freeze its value"),
-        (None, (X, META), InputError, "input 1 lies on meta, the recording on cpu"),
+        (None, (X, META), InputError, "input 1 lies on meta, the recording on cpu: move it there"),
+        (None, (X, X.to_sparse()), InputError, NOT_STRIDED),
+        (None, (X, X.as_subclass(Subclass)), InputError, NOT_PLAIN),
         (None, (META,), DriverUnavailableError, 'driver="simulated" can\'t record on meta'),
         (None, (X.clone().requires_grad_(),), InputError, "input 0 requires grad, but no autograd"),
     ],
