@@ -140,7 +140,7 @@ class set_defaults:  # noqa: N801  called as a function
     def __init__(self, **options: Any) -> None:
         self._set = {name: _validated(name, value) for name, value in _known(options).items()}
         with _lock:
-            self._before = {name: _overrides[name] for name in self._set if name in _overrides}
+            self._before = {name: _overrides[name] for name in self._set.keys() & _overrides.keys()}
             _overrides.update(self._set)
 
     def __enter__(self) -> Options:

@@ -155,8 +155,8 @@ def _formula(
     with torch_private.autograd_keys_on(), torch.no_grad():
         result = known.formula(ctx, *grads)
         found = result if isinstance(result, tuple) else (result,)
-        wanted = [grad for grad, need in zip(found, known.needs, strict=False) if need]
-        taken = {_storage(t) for t in (*tensors, *grads) if t is not None}
+        wanted = list(itertools.compress(found, known.needs))
+        taken = {_storage(t) for t in filter(torch.is_tensor, (*tensors, *grads))}
         return [
             _own(grad, plain, taken)
             for grad, plain in zip(wanted, _empty(call, numbers), strict=True)

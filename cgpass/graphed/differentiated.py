@@ -90,7 +90,7 @@ class Differentiated:
             torch.set_grad_enabled(d.with_grad),
         ):
             self.result = d.ungraphed(*given, **kwargs)
-            tensors = [t for t in pytree.tree_leaves(self.result) if isinstance(t, torch.Tensor)]
+            tensors = filter(torch.is_tensor, pytree.tree_leaves(self.result))
             outputs = list({id(t): t for t in tensors}.values())
             results = [out.detach() for out in outputs]
         written = [i for i, leaf in enumerate(self.leaves) if leaf._version != versions[i]]

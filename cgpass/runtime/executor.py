@@ -140,14 +140,23 @@ class Executor:
                     del inputs, outputs
                 results = self._take_outputs(slots)
                 if owner is not None and owner.copies_results and not owner.bypassed:
-                    visible = [n for n in self._visible if isinstance(results[n], torch.Tensor)]
-                    dense = [n for n in visible if results[n].layout is torch.strided]
-                    own = [n for n in dense if owner.is_pool_storage(results[n])]
-                    self._stats.copied_bytes += fast.copy_out(results, own)
+                    self._copy_out(results, owner)
             except BaseException:
                 mend(open_modes)
                 raise
             return results
+
+    def _copy_out(self, results: list[Any], owner: Owner) -> None:
+        """Put copies in the place of results in the pool, in a frame of its own.
+
+        Note [Comprehensions in a with block]
+            Python 3.12 runs a comprehension in the frame that it stands in, and no handler covers the step back if its
+            condition is false. Ctrl-C there leaves a `with` block without its `__exit__`: a lock stays locked.
+        """
+        visible = [n for n in self._visible if isinstance(results[n], torch.Tensor)]
+        dense = [n for n in visible if results[n].layout is torch.strided]
+        own = [n for n in dense if owner.is_pool_storage(results[n])]
+        self._stats.copied_bytes += fast.copy_out(results, own)
 
     def wrap(self, wrap: Callable[[Step, Run], Run], until: contextlib.ExitStack) -> None:
         """Have steps run by what `wrap` makes of what runs them, until a stack is closed."""

@@ -111,3 +111,20 @@ def test_the_rules_catch_what_they_should():
     code = "import a\ndef f():\n    if a:\n        from b import c\nif a:\n    import d\n"
     assert list(imports(ast.parse(code))) == ["a", "d"]
     assert list(imports(ast.parse(code), inside_functions=True)) == ["b.c"]
+
+
+def conditions_in_with_blocks(node, inside=False):
+    """Lines of comprehensions with a condition. See Note [Comprehensions in a with block]."""
+    if isinstance(node, (ast.FunctionDef, ast.Lambda)):
+        inside = False
+    elif inside and isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp)):
+        yield from (node.lineno for each in node.generators if each.ifs)
+    for child in ast.iter_child_nodes(node):
+        yield from conditions_in_with_blocks(child, inside or isinstance(node, ast.With))
+
+
+def test_no_comprehension_leaves_a_with_block_open():
+    found = {
+        path.name: [*conditions_in_with_blocks(ast.parse(path.read_text()))] for path in MODULES
+    }
+    assert not any(found.values()), found
