@@ -140,9 +140,11 @@ def test_promises_say_when_they_were_last_proven_on_gpus():
     found = json.loads((DOCS / "results" / "dist-h100-torch2.11.json").read_text())
     meta = found["meta"]
     said = " ".join((DOCS / "promises.md").read_text().partition("\n## Where")[2].split())
-    assert f"[{found['passed']} passed](results/dist-h100-torch2.11.json)" in said
+    passed = f"{found['passed']} passed](results/dist-h100-torch2.11.json)"
+    assert f"[{passed} at {meta['commit']}" in said
     assert not found["failed"]
-    assert f"On {meta['time'].split()[0]} the GPU tests of commit {meta['commit']} ran" in said
+    commit = (DOCS / "results" / "gpu-tests.md").read_text().split(maxsplit=6)[5]
+    assert f"On {meta['time'].split()[0]} the GPU tests of commit {commit} ran" in said
 
 
 # ---- code
