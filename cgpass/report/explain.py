@@ -115,13 +115,12 @@ def explain(
     tensors += [t for m in modules for t in (*m.parameters(False), *m.buffers(False))]
     devices = {tensor.device.index for tensor in tensors if tensor.device.type == "cuda"}
     optimizers = [v for v in values if isinstance(v, torch.optim.Optimizer | torch.amp.GradScaler)]
-    training_steps = [value for value in values if isinstance(value, TrainStep)]
     run = fn
     with contextlib.ExitStack() as stack:
         stack.enter_context(set_defaults(**options or {}))
         stack.enter_context(torch.random.fork_rng([*devices]))
         stack.enter_context(_restored(modules, tensors, optimizers))
-        for step in training_steps:
+        for step in (value for value in values if isinstance(value, TrainStep)):
             stack.callback(setattr, step, "_due", step._due)
         # Dynamo would find what a disabled function wraps
         if not (is_compiled or torch_private.is_disabled(fn)):
