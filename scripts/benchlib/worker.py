@@ -198,9 +198,8 @@ def main(job: Job, pipe: Connection) -> None:
             pipe.send(getattr(worker, command)())
         except Exception as error:
             text = f"{type(error).__name__}: {error}".strip()[:600]
-            pipe.send(
-                {"error": text, "traceback": "".join(traceback.format_exception(error))[-3000:]}
-            )
+            traceback.print_exception(error)
+            pipe.send({"error": text})
             pipe.close()
             sys.stderr.flush()
             os._exit(1)
