@@ -72,7 +72,7 @@ class Capture(Pause):
 
 def captures() -> "list[Capture]":
     """Return the captures of this process that run now."""
-    return [each for each in _pausing if isinstance(each, Capture)]
+    return [each for each in _pausing.copy() if isinstance(each, Capture)]  # others end theirs
 
 
 def is_capturing_here() -> bool:
