@@ -63,6 +63,10 @@ _ANOMALY: Final = (
     "anomaly detection is on; torch.compile turns it on, too, while it compiles in another thread"
 )
 _COMMUNICATES: Final = "it communicates with other processes"
+_TWICE: Final = (
+    "the loss takes gradients with create_graph=True, which torch.compile can't; it runs as in eager, and can be compiled "
+    "with torch.func.grad"
+)
 _ITS_LINE: Final = "cgpass.explain(loss_fn, batch) names the line"
 _TOO_OFTEN: Final = "it was compiled torch._dynamo.config.recompile_limit times; keep what changes the same, or make it a tensor"
 _RATES: Final = ("lr", "initial_lr")
@@ -287,8 +291,14 @@ class TrainStep:
                     why = f"the loss is not one graph: {first}; {_ITS_LINE}"
                     why = _COMMUNICATES if torch_private.is_of_wrapper(error) else why
         call.why = why or call.why
+        if why is self._why_broken:
+            return self._broken(batch, named)
         # If the loss raises, its next call may be one graph: Dynamo must not come to know it as several before.
-        found = (self._broken if why is self._why_broken else self._fn)(batch, named)
+        with torch_private.WatchesForTwice() as watch:
+            found = self._fn(batch, named)
+        if watch.found:  # a compiled one would raise
+            call.why = why = _TWICE
+            self._broken = self._fn
         self._why_broken = why
         return found
 

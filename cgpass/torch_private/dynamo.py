@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _registering = threading.Lock()
@@ -218,6 +219,26 @@ def not_one_graph() -> tuple[type[BaseException], ...]:
     from torch._dynamo import exc
 
     return exc.Unsupported, exc.UserError, exc.FailOnRecompileLimitHit
+
+
+class WatchesForTwice(TorchFunctionMode):
+    """Notes if gradients are taken that can be differentiated again, but for code that Dynamo is to leave out.
+
+    Source: torch/autograd/__init__.py `grad`, torch/_dynamo/eval_frame.py `DisableContext`, 2.11 to 2.15.
+    """
+
+    found = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call the function."""
+        if kwargs and kwargs.get("create_graph"):
+            frame, disabled = sys._getframe(), torch._dynamo.eval_frame.__file__
+            while frame is not None and frame.f_code.co_filename != disabled:
+                frame = frame.f_back
+            self.found = self.found or frame is None
+        return func(*args, **(kwargs or {}))
 
 
 def is_recompile_limit(error: BaseException) -> bool:

@@ -267,6 +267,28 @@ class Loss(nn.Module):
         return self.module(x).square().mean()
 
 
+def penalised(take=None):
+    """A gradient penalty, as critics have it."""
+
+    def penalty(module, x):
+        x = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+        return gradient.square().sum()
+
+    take = take(penalty) if take else penalty
+    return lambda module: lambda x: module(x).square().mean() + take(module, x)
+
+
+def penalised_by_func(module):
+    """The same in one graph."""
+
+    def loss_fn(x):
+        gradient = torch.func.grad(lambda x: module(x).sum())(x)
+        return module(x).square().mean() + gradient.square().sum()
+
+    return loss_fn
+
+
 class Gpt(nn.Module):
     """Embedding and head are one parameter."""
 
@@ -366,6 +388,7 @@ USES = {
     "a gradient that is a result": use(
         make=lambda: three_alike()[:1], loss_fn=saved_gradient, max_norm=0.1
     ),
+    "a gradient penalty": use(loss_fn=penalised_by_func),
     "results beside the loss": use(loss_fn=with_results),
     "an input as a result": use(loss_fn=lambda m: lambda x: (m(x).square().mean(), x), whole=0),
     "a compiled module as the loss": use(loss_fn=lambda m: torch.compile(Loss(m))),
@@ -635,6 +658,14 @@ class HalfOnHost(nn.Module):
 
 REASONS = {
     "not one graph": ({"loss_fn": broken}, "the loss is not one graph"),
+    "a gradient penalty": (
+        {"loss_fn": penalised()},
+        "the loss takes gradients with create_graph=True, which torch.compile can't; it runs as in eager",
+    ),
+    "a gradient penalty that is not compiled": (
+        {"loss_fn": penalised(torch.compiler.disable)},
+        "the loss is not one graph",
+    ),
     "an optimizer that is not fused": (
         {"optimizer": lambda params: torch.optim.SGD(params, lr=0.01)},
         "no graph can hold step() of this SGD: make it with fused=True",
