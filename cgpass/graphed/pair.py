@@ -24,7 +24,7 @@ import torch
 from cgpass import torch_private
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.errors import CaptureError, CGPassError, GraphedBackwardError, StaticInputMovedError
-from cgpass.graphed.binding import OutputStructure, firsts
+from cgpass.graphed.binding import Structure, firsts
 from cgpass.graphed.differentiated import Differentiated
 from cgpass.graphed.modules import first_values
 from cgpass.options import current_defaults
@@ -85,7 +85,7 @@ class Pair:
         self.closed = False
         self.graph: Differentiated
         self.structure: Any = None
-        """The `OutputStructure` of the last run's result."""
+        """The `Structure` of the last run's result."""
         self._states = CheckpointStates(owner.driver.device, d.options.rng_tracker)
         self._recordings: dict[str, Recording] = {}
         self._homes: dict[int, tuple[int, int]] = {}
@@ -146,7 +146,7 @@ class Pair:
             given.clear()
             with self._states:
                 outputs = graph.forward(args)
-            structure = OutputStructure(graph.result)
+            structure = Structure(graph.result)
             why = None if self.structure is None else structure.misfit(self.structure)
             if why is not None:
                 raise d.refusal(f"returns {why}")
