@@ -10,6 +10,44 @@ from cgpass.errors import InputError
 from cgpass.runtime import fast
 from cgpass.runtime.inputs import check_tensor, overlaps_itself
 
+_OPAQUE = (bool, int, float, complex, str, bytes)
+"""Classes of results that may be others in each run; the recorded run's are returned."""
+
+
+class Structure:
+    """How arguments or results are made of tensors, each of which is given once; holds none of them."""
+
+    def __init__(self, value: Any) -> None:
+        leaves, self.spec = pytree.tree_flatten(value)
+        tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        distinct = {id(tensor): tensor for _, tensor in tensors}
+        numbers = {each: number for number, each in enumerate(distinct)}
+        self.places = [(i, numbers[id(tensor)]) for i, tensor in tensors]
+        """Places of tensors, and which one is there: one that is there several times is one."""
+        self.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._is_tensor = isinstance(value, torch.Tensor)
+
+    def misfit(self, before: "Structure") -> str | None:
+        """What is returned otherwise than in the run before: tensors in other places, or objects that can be no constants."""
+        if self.places != before.places or len(self.leaves) != len(before.leaves):
+            return "another structure than in the run before. Its result must not depend on how often it ran"
+        for now, then in zip(self.leaves, before.leaves, strict=True):
+            if not isinstance(now, _OPAQUE) and not equal(now, then):
+                return (
+                    f"a {type(now).__name__} that is new in each run and not a pytree node. Return the tensors "
+                    "themselves, or register the class (torch.utils._pytree.register_dataclass)"
+                )
+        return None
+
+    def build(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The same with these tensors."""
+        if self._is_tensor:
+            return tensors[0]
+        leaves = self.leaves.copy()
+        for place, number in self.places:
+            leaves[place] = tensors[number]
+        return pytree.tree_unflatten(leaves, self.spec)
+
 
 class Binding:
     """The structure of one sample's arguments: which are tensors, what the others must be.
@@ -31,9 +69,10 @@ class Binding:
         """
         self._name = name
         self.device = device
-        leaves, self._spec = _flattened(args, kwargs)
+        leaves = _flattened(args, kwargs)[0]
+        self._structure = Structure((args, dict(sorted(kwargs.items()))))
         self._names = _names(args, kwargs, len(leaves))
-        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._places = [i for i, _ in self._structure.places]
         self._constants = [(i, v) for i, v in enumerate(leaves) if i not in self._places]
         self._flag_places = [i for i, v in self._constants if type(v) is bool]
         self.flags = tuple(leaves[i] for i in self._flag_places)
@@ -80,9 +119,9 @@ class Binding:
         if len(args) == self._num_tensors and not kwargs:
             return list(args), ()
         leaves, spec = _flattened(args, kwargs)
-        if spec != self._spec:
+        if spec != self._structure.spec:
             raise InputError(
-                f"{self._name}: its arguments have another structure than the sample's. Expected {self._spec}, got "
+                f"{self._name}: its arguments have another structure than the sample's. Expected {self._structure.spec}, got "
                 f"{spec}. Call it as the sample does, with the keys of dictionaries in the same order."
             )
         for i, value in self._constants:
@@ -98,13 +137,9 @@ class Binding:
         self, tensors: Sequence[torch.Tensor], flags: Sequence[bool]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments with other tensors in the places of `samples`, and other flags."""
-        leaves: list[Any] = [None] * len(self._names)
-        for i, value in [*self._constants, *zip(self._flag_places, flags, strict=True)]:
-            leaves[i] = value
-        given = dict(zip(self._distinct, tensors, strict=True))
-        for i, first in zip(self._places, self._firsts, strict=True):
-            leaves[i] = given[first]
-        return pytree.tree_unflatten(leaves, self._spec)
+        for i, flag in zip(self._flag_places, flags, strict=True):
+            self._structure.leaves[i] = flag
+        return self._structure.build(tensors)
 
     def _misfit(self, tensors: Sequence[Any]) -> str:
         """Return which of a call's tensors does not fit the sample, and how."""
@@ -158,47 +193,6 @@ def _names(args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int) -> list
     roots = {"[0]": "args", "[1]": "kwargs"}
     paths = [(pytree.keystr(path[:1]), pytree.keystr(path[1:])) for path, _ in pairs]
     return [roots[root] + rest for root, rest in paths]
-
-
-_OPAQUE = (bool, int, float, complex, str, bytes)
-"""Classes of results that may be others in each run; the recorded run's are returned."""
-
-
-class OutputStructure:
-    """How a callable's result is made of the graph's outputs; holds none of its tensors."""
-
-    def __init__(self, result: Any) -> None:
-        leaves, self._spec = pytree.tree_flatten(result)
-        numbers: dict[int, int] = {}
-        self._places = [
-            (i, numbers.setdefault(id(leaf), len(numbers)))
-            for i, leaf in enumerate(leaves)
-            if isinstance(leaf, torch.Tensor)
-        ]
-        """Places of tensors, and which one is there: one that is there several times is one."""
-        self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._is_tensor = isinstance(result, torch.Tensor)
-
-    def misfit(self, before: "OutputStructure") -> str | None:
-        """What is returned otherwise than in the run before: tensors in other places, or objects that can be no constants."""
-        if self._places != before._places or len(self._leaves) != len(before._leaves):
-            return "another structure than in the run before. Its result must not depend on how often it ran"
-        for now, then in zip(self._leaves, before._leaves, strict=True):
-            if not isinstance(now, _OPAQUE) and not equal(now, then):
-                return (
-                    f"a {type(now).__name__} that is new in each run and not a pytree node. Return the tensors "
-                    "themselves, or register the class (torch.utils._pytree.register_dataclass)"
-                )
-        return None
-
-    def build(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """A result with these tensors."""
-        if self._is_tensor:
-            return tensors[0]
-        leaves = self._leaves.copy()
-        for place, number in self._places:
-            leaves[place] = tensors[number]
-        return pytree.tree_unflatten(leaves, self._spec)
 
 
 def firsts(objects: Sequence[Any]) -> list[int]:

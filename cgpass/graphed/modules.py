@@ -9,7 +9,7 @@ import weakref
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -278,10 +278,37 @@ class Statics:
                     place.copy_(value)
                 tensor.data = place
 
+    def restore(self, values: "FirstValues") -> None:
+        """Give tensors that a first run made the values that they were made with."""
+        for tensor in self.distinct():
+            if id(tensor) in values:
+                tensor.data.copy_(values[id(tensor)][1])
+
     def put(self, tensors: Sequence[torch.Tensor]) -> None:
         """Have modules hold tensors, one for each name."""
         for holder, key, tensor in zip(self._dicts, self._keys, tensors, strict=True):
             holder[key] = tensor
+
+
+FirstValues: TypeAlias = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""Tensors by their `id`, with copies of what they were."""
+
+
+@contextlib.contextmanager
+def first_values() -> Iterator[FirstValues]:
+    """A block in which the values are noted that buffers and parameters have when modules get them."""
+    found: FirstValues = {}
+
+    def note(module: torch.nn.Module, name: str, value: Any) -> None:
+        if type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            found[id(value)] = value, value.detach().clone()
+
+    register = torch.nn.modules.module
+    with (
+        register.register_module_buffer_registration_hook(note),
+        register.register_module_parameter_registration_hook(note),
+    ):
+        yield found
 
 
 def _named(modules: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:

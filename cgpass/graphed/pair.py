@@ -24,8 +24,9 @@ import torch
 from cgpass import torch_private
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.errors import CaptureError, CGPassError, GraphedBackwardError, StaticInputMovedError
-from cgpass.graphed.binding import OutputStructure, firsts
+from cgpass.graphed.binding import Structure, firsts
 from cgpass.graphed.differentiated import Differentiated
+from cgpass.graphed.modules import first_values
 from cgpass.options import current_defaults
 from cgpass.recompute.states import CheckpointStates
 from cgpass.runtime import fast
@@ -84,7 +85,7 @@ class Pair:
         self.closed = False
         self.graph: Differentiated
         self.structure: Any = None
-        """The `OutputStructure` of the last run's result."""
+        """The `Structure` of the last run's result."""
         self._states = CheckpointStates(owner.driver.device, d.options.rng_tracker)
         self._recordings: dict[str, Recording] = {}
         self._homes: dict[int, tuple[int, int]] = {}
@@ -102,13 +103,17 @@ class Pair:
         def run(fn: Any, args: list[Any], kinds: list[InputKind], what: str) -> Any:
             return owner.warm_up(fn, args)
 
+        if not d.statics.unchanged():  # by a callable that was warmed up before
+            d.find_statics()
         while number < iterations:
             number += 1
-            self._forward(run, _copies)
-            self._backward(run)
+            with first_values() as values:
+                self._forward(run, _copies)
+                self._backward(run)
             d.stats.warmups += 1
             if not d.statics.unchanged():  # by a first call
                 d.find_statics()
+                d.statics.restore(values)
                 iterations = max(iterations, 2)
         del self.graph  # which holds arguments
 
@@ -141,7 +146,7 @@ class Pair:
             given.clear()
             with self._states:
                 outputs = graph.forward(args)
-            structure = OutputStructure(graph.result)
+            structure = Structure(graph.result)
             why = None if self.structure is None else structure.misfit(self.structure)
             if why is not None:
                 raise d.refusal(f"returns {why}")

@@ -108,6 +108,76 @@ def test_what_the_first_call_makes(setting):
         check_recorded(setting, graphed, module, plain, 1)
 
 
+class Counts(torch.nn.Module):
+    """Makes what it counts in when it first runs, in one of several ways, and counts its backwards, too."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.inner, self.way = torch.nn.Linear(8, 8), way
+        if way == "assigned":
+            self.register_buffer("count", None)
+
+    def counter(self, x):
+        if getattr(self, "count", None) is None:
+            count = torch.zeros(1, device=x.device)
+            if self.way == "registered":
+                self.register_buffer("count", count)
+            elif self.way == "parameter":
+                self.count = torch.nn.Parameter(count, requires_grad=False)
+            else:
+                self.count = count
+        return self.count
+
+    def forward(self, x):
+        count = self.counter(x)
+        with torch.no_grad():
+            count.add_(1)
+        return CountsBackwards.apply(self.inner(x) * count.clone(), count)
+
+
+class CountsBackwards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, count):
+        ctx.count = count
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.count.add_(10)
+        return grad, None
+
+
+@pytest.mark.parametrize("order", [None, (1, 1, -1, -1), (1, -1, 1, -1)])
+@pytest.mark.parametrize("warmups", [1, 3])
+@pytest.mark.parametrize("way", ["assigned", "registered", "parameter"])
+def test_what_the_first_call_makes_and_writes(setting, way, warmups, order):
+    module, plain = setting.module(Counts(way)), setting.module(Counts(way))
+    plain.load_state_dict(module.state_dict())
+    sample = setting.randn(4, 8, grad=True)
+    if order is None:
+        fns = [setting.graphed(module, (sample,), num_warmup_iters=warmups)] * 2
+    else:
+        samples = ((sample,), (sample,))
+        fns = setting.graphed((module,), samples, order=order, num_warmup_iters=warmups)
+    assert module.count.item() == 0
+    for fn in (*fns, *fns):
+        check(setting, fn, plain)
+        same(module.count, plain.count)
+        same_grads(module, plain)
+    for fn in fns:
+        stats = getattr(fn, "graphed", fn).stats
+        assert (stats.plain_calls, stats.rerecordings) == (0, 0)
+
+
+def test_callables_that_share_what_the_first_call_makes(setting):
+    module, plain = setting.module(Counts("registered")), setting.module(Counts("registered"))
+    plain.load_state_dict(module.state_dict())
+    sample = (setting.randn(4, 8, grad=True),)
+    for fn in setting.graphed((module, module.forward), (sample, sample)) * 2:
+        check(setting, fn, plain)
+        same(module.count, plain.count)
+
+
 # ---- functions
 
 
