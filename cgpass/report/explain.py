@@ -205,7 +205,7 @@ def _restored(
     Values return to the very tensors that had them: guards and recordings of a compiled optimizer know these.
     """
     scales = [(s, s.state_dict()) for s in optimizers if isinstance(s, torch.amp.GradScaler)]
-    roots = [part for each in modules for part in (each._parameters, each._buffers)]
+    roots: list[Any] = [t for each in modules for t in (each._parameters, each._buffers)]
     for each in (each for each in optimizers if isinstance(each, torch.optim.Optimizer)):
         roots += each.state, each.param_groups
     held = [*_held(roots)]
