@@ -14,6 +14,7 @@ import torch
 
 from cgpass import telemetry
 from cgpass.backend import cgpass
+from cgpass.errors import OptionError
 from cgpass.options import ENV_PREFIX, SCRIPTS_OWN, Options, nearest
 from cgpass.report.text import wrapped
 from cgpass.runtime import native
@@ -80,6 +81,11 @@ def _native() -> Iterator[Finding]:
 
 def _environment() -> Iterator[Finding]:
     known = {each.name: f"{ENV_PREFIX}{each.name.upper()}" for each in dataclasses.fields(Options)}
+    wrong = ""
+    try:
+        Options.parse(None)
+    except ValueError as error:
+        wrong = str(error).rstrip(".")
     for name, value in sorted(os.environ.items()):
         if name in _ENVIRONMENT or name in known.values():
             fix = "" if value in ("", "0") else _ENVIRONMENT.get(name, "")
@@ -88,10 +94,9 @@ def _environment() -> Iterator[Finding]:
             near = known.get(nearest(name.removeprefix(ENV_PREFIX), known) or "")
             fix = f"Did you mean {near}?" if near else f"Set one of {', '.join(known.values())}"
             yield f"{name}={value}", "cgpass knows no such variable", fix
-    try:
-        Options.parse(None)
-    except ValueError as error:
-        yield "options", str(error).rstrip("."), "Set CGPASS_ variables to what Options takes"
+            wrong = "" if name in wrong else wrong
+    if wrong:
+        yield "options", wrong, "Set CGPASS_ variables to what Options takes"
 
 
 def _tiny_graph() -> Iterator[Finding]:
@@ -103,6 +108,8 @@ def _tiny_graph() -> Iterator[Finding]:
         right = all(torch.equal(call(x * n), (x * n).sin() * 2 + 1) for n in range(1, 5))
     except Exception as error:  # whatever it is, it is what is looked for
         error = getattr(error, "inner_exception", error)  # of what Dynamo wraps
+        if isinstance(error, OptionError):  # told of above
+            return
         text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
         yield "a tiny graph", f"{type(error).__name__}: {text}", "See the lines above, or report it"
         return

@@ -1,5 +1,6 @@
 """`explain`: reports on the calls of a block, or on calls that it makes itself."""
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -20,6 +21,7 @@ from cgpass.options import current_defaults, set_defaults
 from cgpass.report import watch
 from cgpass.report.report import Report
 from cgpass.runtime import native
+from cgpass.runtime.inputs import overlaps_itself
 from cgpass.whole_step import TrainStep
 
 Fn = Callable[..., Any] | torch.nn.Module
@@ -198,17 +200,19 @@ def _restored(
     tensors: Sequence[torch.Tensor],
     optimizers: Sequence[torch.optim.Optimizer | torch.amp.GradScaler],
 ) -> Iterator[None]:
-    """Put back parameters, buffers, gradients and what optimizers and scalers keep."""
-    groups = [group for each in optimizers for group in getattr(each, "param_groups", ())]
-    params = [value for group in groups for value in group["params"]]
-    tables = [(t, dict[str, Any](t)) for m in modules for t in (m._parameters, m._buffers)]
-    values = [*(value for _, before in tables for value in before.values()), *params]
-    there = [each for each in dict.fromkeys(values) if each is not None]
-    kept = [(each, _copy(each)) for each in there if not torch.nn.parameter.is_lazy(each)]
-    gradients = [(each, each.grad) for each in (*tensors, *params) if each.is_leaf]
-    memo = {id(each): each for each in params}  # copies of what is kept by parameter are, too
-    told = [(each.state_dict(), dict(getattr(each, "state", ()))) for each in optimizers]
-    states = copy.deepcopy(told, memo)
+    """Put back parameters, buffers, gradients and what optimizers and scalers keep.
+
+    Values return to the very tensors that had them: guards and recordings of a compiled optimizer know these.
+    """
+    scales = [(s, s.state_dict()) for s in optimizers if isinstance(s, torch.amp.GradScaler)]
+    roots: list[Any] = [t for each in modules for t in (each._parameters, each._buffers)]
+    for each in (each for each in optimizers if isinstance(each, torch.optim.Optimizer)):
+        roots += each.state, each.param_groups
+    held = [*_held(roots)]
+    there = [each for each in held if isinstance(each, torch.Tensor)]
+    tables = [(each, copy.copy(each)) for each in held if not isinstance(each, torch.Tensor)]
+    kept = [(each, _copy(each)) for each in there if _is_writable(each)]
+    gradients = [(each, each.grad) for each in (*tensors, *there) if each.is_leaf]
     for each, _ in gradients:
         each.grad = None
     try:
@@ -216,15 +220,38 @@ def _restored(
     finally:
         for table, before in tables:
             table.clear()
-            table.update(before)
-        with torch.no_grad():
-            for value, before in kept:
+            (table.extend if hasattr(table, "extend") else table.update)(before)
+        for value, before in kept:
+            with torch.inference_mode(value.is_inference()), torch.no_grad():
                 value.copy_(before)
-        for each, (state, own) in zip(optimizers, states, strict=True):
-            each.load_state_dict(state)
-            getattr(each, "state", {}).update(own)  # loading casts to the parameter's dtype
+        for scaler, state in scales:
+            scaler.load_state_dict(state)
         for each, gradient in gradients:
             each.grad = gradient
+
+
+def _held(todo: list[Any]) -> Iterator[Any]:
+    """Yield tensors, and what holds them and can be changed, each once."""
+    seen = set[int]()
+    for each in todo:  # and what is added meanwhile
+        if id(each) in seen or callable(each) or isinstance(each, types.ModuleType):
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor | dict | list | collections.deque):
+            yield each
+        if isinstance(each, dict):
+            todo += each.values()
+        elif isinstance(each, list | tuple | collections.deque):
+            todo += each
+        elif not isinstance(each, torch.Tensor):  # an object may be what is kept of a parameter
+            todo.append(getattr(each, "__dict__", None))
+
+
+def _is_writable(value: torch.Tensor) -> bool:
+    """Tell if operators can write a tensor: it is no lazy or meta one, nor an expanded one."""
+    if torch.nn.parameter.is_lazy(value) or value.is_meta:
+        return False
+    return value.layout is not torch.strided or not overlaps_itself(value)
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:

@@ -131,8 +131,8 @@ class Facts:
 
     @property
     def plain_calls(self) -> int:
-        """Calls of captured partitions that ran without a graph."""
-        return sum(part.calls - part.replays for part in self.partitions if part.captured)
+        """Calls of captured partitions that ran without a graph; warm-ups are none."""
+        return self.counters.get("plain_calls", 0)
 
     @property
     def reasons(self) -> Iterator[Reason]:

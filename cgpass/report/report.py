@@ -7,7 +7,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ import jinja2
 from cgpass.errors import ReportError
 from cgpass.report import text
 from cgpass.report.model import Facts
-from cgpass.report.text import milliseconds, share
+from cgpass.report.text import milliseconds, share, size
 
 SCHEMA: Final = 6
 """Version of the dictionaries that `Report.to_dict` gives."""
@@ -55,6 +55,8 @@ class Report(Facts):
                 f"the report has schema {schema!r}, this version of cgpass reads schema {SCHEMA}: read it with the "
                 f"version that wrote it ({data.get('cgpass', 'unknown')}), or make it again"
             )
+        if lacks := ", ".join(f.name for f in dataclasses.fields(cls) if f.name not in fields):
+            raise ReportError(f"the report is damaged: it lacks {lacks}")
         try:
             return _decoded(cls, fields)
         except (TypeError, AttributeError) as error:
@@ -146,32 +148,32 @@ def _decoded(kind: Any, value: Any) -> Any:
 
 def diff(old: Report, new: Report) -> str:
     """List the changes from one report to another, in lines."""
-    shown = (
-        (name, *(show(getattr(each, of)) for each in (old, new))) for name, of, show in _COMPARED
-    )
-    lines = [f"{name}: {was} -> {now}" for name, was, now in shown if was != now]
+    was, now = _figures(old), _figures(new)
+    lines = [f"{k}: {was.get(k, 0)} -> {n}" for k, n in now.items() if n != was.get(k, "0")]
     before, after = _told(old), _told(new)
     lines += [f"gone: {each}" for key, each in before.items() if key not in after]
     lines += [f"new: {each}" for key, each in after.items() if key not in before]
     return "\n".join(row for line in lines for row in text.wrapped(line)) or "nothing changed"
 
 
-_COMPARED: Final[Sequence[tuple[str, str, Callable[[Any], str]]]] = (
-    ("cgpass", "cgpass", str),
-    ("torch", "torch", str),
-    ("device", "device", str),
-    ("operators in graphs", "work", lambda work: share(*work)),
-    ("boundaries", "boundaries", str),
-    ("calls without a graph", "plain_calls", str),
-    (
-        "recordings",
-        "counters",
-        lambda n: f"{n.get('recordings', 0)} made, {n.get('replays', 0)} replays",
-    ),
-    ("a call with graphs", "ms", milliseconds),
-    ("a call without", "plain_ms", milliseconds),
-)
-"""What `diff` says of a field, and how it is shown."""
+def _figures(report: Report) -> dict[str, str]:
+    """All numbers that `diff` compares, as they are shown."""
+    counts = {k: size(n) if k.endswith("bytes") else str(n) for k, n in report.counters.items()}
+    return {
+        "cgpass": report.cgpass,
+        "torch": report.torch,
+        "device": report.device,
+        "native code": report.native or "-",
+        "device time inside graphs": share(report.graphs_ms or 0, report.device_ms or 0),
+        "operators in graphs": share(*report.work),
+        "boundaries": str(report.boundaries),
+        "a call with graphs": milliseconds(report.ms),
+        "a call without": milliseconds(report.plain_ms),
+        "memory pools": size(report.pool_bytes),
+        **counts,
+    }
+
+
 _CALLS: Final = re.compile(r"\d+ (?:of \d+ )?calls?")
 
 

@@ -283,8 +283,13 @@ def table(graph: GraphReport) -> Iterator[str]:
         if len(name) > 24:
             yield from wrapped(name, 4)
             name = ""
-        copied = size(sum(each.num_bytes for each in part.copied_inputs))
-        counts = (part.replays, copied, part.counts.get("recordings", 0))
+        copied = sum(each.num_bytes for each in part.copied_inputs)
+        is_known = part.output_bytes is not None  # recordings may be freed by now
+        counts = (
+            part.replays,
+            size(copied if is_known else None),
+            part.counts.get("recordings", 0),
+        )
         kind, more = ("graph", counts) if part.captured else ("plain", "---")
         took = milliseconds(part.device_ms) if timed else ""
         yield _ROW.format(name, kind, part.num_ops, part.calls, *more, took).rstrip()

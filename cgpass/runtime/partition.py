@@ -404,7 +404,7 @@ class PartitionRunner:
         if self._unseen < (_MOVES if why_not else 2 * self.options.max_recordings):
             return None
         names = describe(self.layout.infos, found.new or found.absent, args)
-        cause, fix = f"each had other parameters: {names}", OTHER_FIXES[code]
+        cause, fix = f"each had other tensors: {names}", OTHER_FIXES[code]
         if why_not:
             cause = f"each had {names} at a new address, and they {why_not}"
             fix = OTHER_FIXES["new_tensor"] if found.new else _LEAVE_IN_PLACE

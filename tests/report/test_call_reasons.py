@@ -93,6 +93,16 @@ def test_a_check_and_a_report_of_all_tell_the_same_share(simulated, counted_alon
     assert line.endswith("[max_recordings]; pad inputs to a few sizes, or raise max_recordings")
 
 
+def test_warm_ups_are_no_calls_without_a_graph(simulated):
+    inner = torch.compile(lambda x: x.sin().cos().exp().tanh(), backend="cgpass", dynamic=True)
+    inner(torch.randn(2, 4))
+    with cgpass.explain() as report:
+        for n in range(3, 13):
+            inner(torch.randn(n, 4))
+    assert report.counters["warmups"] == 10
+    assert report.plain_calls == 0
+
+
 class Cache(nn.Module):
     def __init__(self):
         super().__init__()

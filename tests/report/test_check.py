@@ -236,6 +236,12 @@ def test_the_doctor_knows_no_other_variables_than_options(monkeypatch, variable,
     assert do.startswith(fix)
 
 
+def test_the_doctor_tells_of_a_misspelt_variable_once(monkeypatch, capsys):
+    monkeypatch.setenv("CGPASS_DRIVR", "none")
+    assert command.main(["doctor"]) == 1
+    assert capsys.readouterr().out.count("CGPASS_DRIVR") == 1
+
+
 TEST = """
 import cgpass
 

@@ -1,5 +1,6 @@
 """What `cgpass.explain` watches, and what it puts back."""
 
+import collections
 import dataclasses
 import functools
 import gc
@@ -396,15 +397,97 @@ def test_what_holds_a_model_is_put_back_with_it(make):
     assert all(torch.equal(value, before[name]) for name, value in after.items())
 
 
-def test_optimizers_keep_the_dtype_of_their_state():
+class Factors:
+    """Kept by parameter, as Shampoo's are."""
+
+    def __init__(self):
+        self.matrices, self.steps = (torch.ones(2),), 1
+
+
+def test_state_of_optimizers_returns_to_the_tensors_that_had_it():
     param = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
-    optimizer = torch.optim.SGD([param], 0.1)
-    optimizer.state[param]["momentum"] = torch.rand(8)
-    before = optimizer.state[param]["momentum"].clone()
-    cgpass.explain(lambda: param * 2, optimizer=optimizer)
-    after = optimizer.state[param]["momentum"]
-    assert after.dtype == torch.float32
-    assert torch.equal(after, before)
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.SGD([param], rate)
+    state = optimizer.state[param]
+    state |= {
+        "average": torch.rand(8),
+        "history": [torch.zeros(2)],
+        "recent": collections.deque([1], maxlen=2),
+        "factors": Factors(),
+        "sparse": torch.eye(2).to_sparse(),
+    }
+    average, history, factors, sparse = (
+        state[name] for name in ("average", "history", "factors", "sparse")
+    )
+    (oldest,), (matrix,), before = history, factors.matrices, average.clone()
+
+    @torch.no_grad()
+    def step():
+        for each in (average, oldest, matrix, rate, param):
+            each.add_(1)
+        sparse.mul_(2)
+        history.append(history.pop(0) + 1)
+        state["recent"].append(2)
+        state["new"], factors.steps = torch.ones(1), factors.steps + 1
+        state.pop("average", None)
+        optimizer.param_groups[0]["lr"] = 0.2
+
+    cgpass.explain(torch.compiler.disable(step), optimizer=optimizer)
+    assert optimizer.state[param] is state
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert state["average"] is average
+    assert torch.equal(average, before)
+    assert [*map(id, history)] == [id(oldest)]
+    assert (state["recent"], state["factors"], factors.steps) == (
+        collections.deque([1]),
+        factors,
+        1,
+    )
+    assert torch.equal(sparse.to_dense(), torch.eye(2))
+    assert (oldest.sum(), matrix.sum(), rate, param.sum()) == (0, 2, torch.tensor(0.1), 8)
+    assert "new" not in state
+
+
+@pytest.mark.parametrize(
+    "make", [functools.partial(torch.optim.Adam, lr=torch.tensor(0.1)), torch.optim.NAdam]
+)
+def test_a_compiled_optimizer_stays_recorded(make):
+    model = Model()
+    optimizer = make(model.parameters())
+    call = torch.compile(model, backend="cgpass")
+    update = torch.compile(optimizer.step, backend="cgpass")
+
+    def step(x):
+        call(x).square().mean().backward()
+        update()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step(X)
+    with cgpass.expect(graphs=0, recordings=0, warmups=0, plain_calls=0):
+        for _ in range(2):
+            assert cgpass.explain(step, X).work[0] > 0
+            step(X)
+
+
+@torch.inference_mode()
+def of_inference():
+    return torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: torch.zeros(1).expand(4), of_inference, lambda: torch.zeros(2, device="meta")]
+)
+def test_buffers_may_be_such_that_nobody_writes(make):
+    model = Model()
+    model.register_buffer("mask", make())
+    weight = model.first.weight.clone()
+    cgpass.explain(
+        torch.compiler.disable(lambda x: model.first.weight.detach().add_(1) @ x.T),
+        X,
+        training=False,
+    )
+    assert torch.equal(model.first.weight, weight)
 
 
 def test_a_scheduler_names_its_optimizer():

@@ -175,7 +175,7 @@ PLANTED = {
         lambda: calls(custom, X),
         custom,
         "tests.waits.default: capturing it failed (RuntimeError: operation not permitted when stream is capturing: aten.item.default) [failed_capture]",
-        "name it in unsafe_ops to avoid the failed capture",
+        "remove what waits for the device in it (.item(), .cpu()), or name it in unsafe_ops",
     ),
     "several modules": (
         several,

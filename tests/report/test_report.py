@@ -37,10 +37,24 @@ def test_it_is_kept_behind_a_link_and_with_names_that_are_no_unicode(tmp_path):
     assert "train\\udcff.py" in (tmp_path / "page.html").read_text()
 
 
-def test_only_what_reads_otherwise_has_changed():
-    old, new = sample(), sample()
-    new.counters = {**old.counters, "copied_bytes": 7}
-    assert diff(old, new) == "nothing changed"
+def test_shares_of_time_native_code_and_counters_are_changes():
+    old, new = sample(), sample(graphs_ms=1.0, native="in use", pool_bytes=1 << 20)
+    new.counters = {**old.counters, "copied_bytes": 7, "rescues": 2}
+    assert diff(old, new).splitlines() == [
+        "native code: - -> in use",
+        "device time inside graphs: 60% -> 80%",
+        "memory pools: 96.0 MiB -> 1.0 MiB",
+        "copied_bytes: 78.0 MiB -> 7 B",
+        "rescues: 0 -> 2",
+    ]
+
+
+def test_nothing_is_said_of_copies_of_graphs_that_are_gone():
+    graph = sample().graphs[0]
+    part = dataclasses.replace(graph.partitions[0], copied_inputs=(), output_bytes=None)
+    text = str(sample(graphs=(dataclasses.replace(graph, partitions=(part,)),)))
+    (row,) = [line.split() for line in text.splitlines() if line.startswith("    captured_0 ")]
+    assert row[5:7] == ["-", "2"]
 
 
 def test_alike_reasons_are_told_apart_by_their_code():
@@ -70,8 +84,9 @@ def test_of_many_recordings_the_oldest_are_not_noted():
         ([], "this is not a report of cgpass"),
         ({}, "the key 'schema' was expected"),
         ({"schema": 1, "cgpass": "0.0.1"}, "read it with the version that wrote it"),
-        ({"schema": SCHEMA, "nothing": 1}, "the report is damaged"),
-        ({"schema": SCHEMA, "graphs": [3]}, "the report is damaged"),
+        ({"schema": SCHEMA}, "the report is damaged: it lacks unfinished, cgpass, torch, "),
+        ({**sample().to_dict(), "nothing": 1}, "the report is damaged"),
+        ({**sample().to_dict(), "graphs": [3]}, "the report is damaged"),
     ],
 )
 def test_what_is_no_report(data, message):
