@@ -89,7 +89,7 @@ def _resized_placeholders(placeholders: Sequence[fx.Node]) -> frozenset[fx.Node]
     """Return the tensors with symbols in their layouts that are no inputs themselves, as a jagged one's total length on 2.11."""
     numbers = [n.meta["val"] for n in placeholders if isinstance(n.meta.get("val"), torch.SymInt)]
     told = {number.node.expr for number in numbers}
-    tensors = (n for n in placeholders if isinstance(n.meta.get("val"), torch.Tensor))
+    tensors = (node for node in placeholders if values.tensor_of(node) is not None)
     return frozenset(node for node in tensors if not told.issuperset(values.free_symbols(node)))
 
 
