@@ -1,6 +1,7 @@
 """Make a graph one callable: compile its partitions and join them, or run all of it without CUDA graphs and say so."""
 
 import contextlib
+import copy
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -356,7 +357,4 @@ def _counted(graph: int, fn: Boxed) -> Boxed:
 
 def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy of a graph, on the same attributes: compiling changes a graph."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    graph.output_node().meta.update(gm.graph.output_node().meta)
-    return torch_private.lazy_graph_module(gm, graph)
+    return torch_private.lazy_graph_module(gm, copy.deepcopy(gm.graph))

@@ -65,11 +65,8 @@ def _kind(node: fx.Node, kinds: Mapping[str, InputKind]) -> InputKind:
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt) or type(value) is int:
         return InputKind.SYMINT
-    if isinstance(value, torch.Generator):
-        return InputKind.GENERATOR
-    if not isinstance(value, torch.Tensor):
-        return InputKind.OPAQUE
-    return kinds.get(node.name, InputKind.COPIED)
+    is_tensor = isinstance(value, torch.Tensor)
+    return kinds.get(node.name, InputKind.COPIED) if is_tensor else InputKind.OPAQUE
 
 
 def _strided_placeholders(gm: fx.GraphModule) -> frozenset[fx.Node]:

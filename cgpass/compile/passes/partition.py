@@ -28,7 +28,7 @@ from torch import fx
 from cgpass.compile.facts import values
 from cgpass.compile.facts.capturability import is_passive, why_not_capturable
 from cgpass.compile.facts.lines import user_line
-from cgpass.compile.facts.partition_tag import KEY, PartitionTag, get_tag, set_tag
+from cgpass.compile.facts.partition_tag import KEY, PartitionTag, get_tag
 from cgpass.compile.passes.base import Pass, PassContext, inherit_meta
 from cgpass.telemetry.reason import OTHER_FIXES, Reason, many
 
@@ -80,7 +80,7 @@ class Partition(Pass):
             tag = PartitionTag(index, captured=segment[0][1] is None)
             notes += [(tag, reason) for _, reason in segment if reason is not None]
             for node in itertools.chain.from_iterable(group for group, _ in segment):
-                set_tag(node, tag)
+                node.meta[KEY] = tag
         join_collectives(gm)
         return notes
 
@@ -275,7 +275,7 @@ def join_collectives(gm: fx.GraphModule) -> None:
         with gm.graph.inserting_after(last[tag]):
             wait = gm.graph.call_function(wait_tensor, (result,))
         inherit_meta(wait, result, result.meta["val"])
-        set_tag(wait, tag)
+        wait.meta[KEY] = tag
         result.replace_all_uses_with(wait, lambda user, kept=(*inside, wait): user not in kept)
         last[tag] = wait
 
@@ -290,5 +290,5 @@ def _results(node: fx.Node) -> list[fx.Node]:
         with node.graph.inserting_after(node):
             found.append(node.graph.call_function(operator.getitem, (node, position)))
         inherit_meta(found[-1], node, value[position])
-        set_tag(found[-1], node.meta[KEY])
+        found[-1].meta[KEY] = node.meta[KEY]
     return found
