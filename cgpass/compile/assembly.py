@@ -1,6 +1,7 @@
 """Make a graph one callable: compile its partitions and join them, or run all of it without CUDA graphs and say so."""
 
 import contextlib
+import copy
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from cgpass.compile.facts.values import (
     is_collective,
     is_inductor_random,
     num_ops,
+    tensor_of,
 )
 from cgpass.compile.layouts import Boxed, inputs_as_traced, keep_contiguous, outputs_as_traced
 from cgpass.compile.passes.base import Direction, Pass
@@ -178,7 +180,10 @@ class GraphBuilder:
         """A graph with the tags of several partitions; it was traced with other inputs than come `otherwise`."""
         as_traced = inputs_as_traced(gm, otherwise)
         if self.direction == "forward":
-            torch_private.report_output_strides(_output_strides(gm))
+            fakes = map(tensor_of, graph_outputs(gm))
+            torch_private.report_output_strides(
+                [None if fake is None else tuple(fake.stride()) for fake in fakes]
+            )
         parts = outline(gm)
         title = f"graph_{self.direction}_outlined"
         torch_private.trace(title, lambda: "\n".join(map(str, parts)))
@@ -352,16 +357,4 @@ def _counted(graph: int, fn: Boxed) -> Boxed:
 
 def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy of a graph, on the same attributes: compiling changes a graph."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    graph.output_node().meta.update(gm.graph.output_node().meta)
-    return torch_private.lazy_graph_module(gm, graph)
-
-
-def _output_strides(gm: fx.GraphModule) -> list[tuple[Any, ...] | None]:
-    """Strides of a graph's outputs, None for what is no tensor."""
-    strides: list[tuple[Any, ...] | None] = []
-    for value in graph_outputs(gm):
-        fake = value.meta.get("val") if isinstance(value, fx.Node) else None
-        strides.append(tuple(fake.stride()) if isinstance(fake, torch.Tensor) else None)
-    return strides
+    return torch_private.lazy_graph_module(gm, copy.deepcopy(gm.graph))

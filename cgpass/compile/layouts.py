@@ -12,7 +12,7 @@ import sympy
 import torch
 from torch import fx
 
-from cgpass.compile.facts.values import graph_outputs, symbol_of
+from cgpass.compile.facts.values import graph_outputs, symbol_of, tensor_of
 from cgpass.runtime.inputs import as_bits
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -28,8 +28,8 @@ def _strides_as_traced(
     bindings = _bindings(gm)  # now: compiling may replace symbols by numbers
     wanted: dict[int, list[sympy.Expr]] = {}
     for position, value in values:
-        fake = value.meta.get("val") if isinstance(value, fx.Node) else None
-        if isinstance(fake, torch.Tensor) and fake.layout == torch.strided:
+        fake = tensor_of(value)
+        if fake is not None and fake.layout == torch.strided:
             strides = list(map(sympy.sympify, fake.stride()))
             if all(bindings.keys() >= stride.free_symbols for stride in strides):  # none by data
                 wanted[position] = strides
@@ -88,7 +88,7 @@ def laid_out_otherwise(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
     return [
         i
         for i, (node, given) in enumerate(zip(nodes, inputs, strict=True))
-        if isinstance(fake := node.meta.get("val"), torch.Tensor)
+        if (fake := tensor_of(node)) is not None
         and isinstance(given, torch.Tensor)
         and fake.layout == given.layout == torch.strided
         and fake.stride() != given.stride()
@@ -137,9 +137,8 @@ def keep_contiguous(gm: fx.GraphModule, positions: Container[int]) -> None:
     found = [node for i, node in enumerate(graph_outputs(gm)) if i in positions]
     with gm.graph.inserting_before(output):
         for node in dict.fromkeys(found):
-            if not isinstance(node, fx.Node) or node.op != "call_function":
-                continue
-            if not _is_contiguous_image(node.meta.get("val")):
+            fake = tensor_of(node)
+            if fake is None or node.op != "call_function" or not _is_contiguous_image(fake):
                 continue
             clone = gm.graph.call_function(
                 torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
@@ -149,13 +148,9 @@ def keep_contiguous(gm: fx.GraphModule, positions: Container[int]) -> None:
     gm.recompile()
 
 
-def _is_contiguous_image(fake: object) -> bool:
+def _is_contiguous_image(fake: torch.Tensor) -> bool:
     """Tell if a fake tensor is laid out as it could not be if it were channels-last."""
-    if (
-        not isinstance(fake, torch.Tensor)
-        or fake.layout != torch.strided
-        or fake.dim() not in (4, 5)
-    ):
+    if fake.layout != torch.strided or fake.dim() not in (4, 5):
         return False
     if not all(isinstance(size, int) for size in (*fake.size(), *fake.stride())):
         return False

@@ -259,7 +259,7 @@ class Pair:
         if what == "forward":
             self._generators = self._states.generators
         args += self._generators
-        kinds += [InputKind.GENERATOR] * len(self._generators)
+        kinds += [InputKind.OPAQUE] * len(self._generators)
         infos = [InputInfo(f"input {i}", kind) for i, kind in enumerate(kinds)]
         layout = Layout(infos, check_static=True, check_layout=False)
         owner.begin_recording(slot)

@@ -43,8 +43,8 @@ class Layout:
     ) -> None:
         self.infos = tuple(infos)
 
-        def positions(*wanted: InputKind) -> tuple[int, ...]:
-            return tuple(i for i, info in enumerate(infos) if info.kind in wanted)
+        def positions(kind: InputKind) -> tuple[int, ...]:
+            return tuple(i for i, info in enumerate(infos) if info.kind is kind)
 
         self.copied = positions(InputKind.COPIED)
         self.pooled = positions(InputKind.POOLED)
@@ -55,7 +55,7 @@ class Layout:
         self.seeds = tuple(i for i, info in enumerate(infos) if info.is_seed)
         self.mutated = frozenset(i for i, info in enumerate(infos) if info.mutated)
         """Inputs that are written: those that plain calls and recordings turn out to write, too, where nobody told."""
-        self.objects = positions(InputKind.GENERATOR, InputKind.OPAQUE)
+        self.objects = positions(InputKind.OPAQUE)
         self.in_place = positions(InputKind.IN_PLACE)
         self._values = positions(InputKind.SYMINT)
         self._typed = check_layout

@@ -231,8 +231,6 @@ def _kind(name: str, value: Any, device: torch.device, *, is_static: bool) -> In
         return InputKind.STATIC if is_static else InputKind.COPIED
     if is_static:
         raise InputError(f"{name} is named static but is a {type(value).__name__}, not a tensor")
-    if isinstance(value, torch.Generator):
-        return InputKind.GENERATOR
     if isinstance(value, _BY_VALUE):
         return InputKind.SYMINT
     if isinstance(value, float | complex | list | tuple | dict | set):

@@ -106,10 +106,7 @@ def input_names(gm: torch.fx.GraphModule) -> dict[int | str, str]:
     """Return the user's name of each input of Dynamo's graph, by its key: `layers.0.weight`, `batch['ids']`, else the placeholder's name."""
     nodes = dict(enumerate(gm.graph.find_nodes(op="placeholder")))
     sources = {n: getattr(each.meta.get("grapharg"), "source", None) for n, each in nodes.items()}
-    texts = {
-        key: name() if callable(name := getattr(source, "name", "")) else name
-        for key, source in (sources | _attributes(gm)).items()
-    }
+    texts = {key: getattr(each, "name", "") for key, each in (sources | _attributes(gm)).items()}
     names = {key: named_by_user(text) for key, text in texts.items() if text}
     counts = Counter(names.values())
     rooted = {

@@ -29,7 +29,7 @@ def told_by_no_key() -> tuple[Any, ...] | None:
         and not config.strict_autograd_cache  # which takes a graph that can't be kept for an error
         and not torch.compiler.config.force_disable_caches
         and torch._inductor.config.fx_graph_cache
-        and not getattr(torch._dynamo.config, "caching_precompile", False)
+        and not torch._dynamo.config.caching_precompile
         and not uses_compiled_autograd()
         and not has_default_saved_tensors_hooks()
         and not knows_external_objects()

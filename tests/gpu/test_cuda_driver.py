@@ -141,7 +141,7 @@ def test_a_generator_given_as_input_is_registered(owner):
         args.clear()
         return [x + torch.rand(x.shape, device="cuda", generator=generator)]
 
-    runner = runner_of(owner, draws, InputKind.COPIED, InputKind.GENERATOR)
+    runner = runner_of(owner, draws, InputKind.COPIED, InputKind.OPAQUE)
     x = torch.zeros(100, device="cuda")
     generator = torch.Generator("cuda").manual_seed(11)
     want = [torch.rand(100, device="cuda", generator=generator) for _ in range(4)]

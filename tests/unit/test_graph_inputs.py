@@ -19,7 +19,7 @@ def test_tensors_are_what_is_known_and_other_values_go_by_their_type():
     names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
     assert kinds(gm, **{names[0]: InputKind.STATIC, names[1]: InputKind.POOLED}) == [
         *(InputKind.STATIC, InputKind.POOLED, InputKind.COPIED),
-        *(InputKind.SYMINT, InputKind.GENERATOR, InputKind.OPAQUE),
+        *(InputKind.SYMINT, InputKind.OPAQUE, InputKind.OPAQUE),
     ]
 
 

@@ -15,10 +15,8 @@ class InputKind(enum.Enum):
     """User input, tangent, or value of an eager partition: copied into a placeholder every call."""
     SYMINT = "symint"
     """A Python integer that is part of the signature."""
-    GENERATOR = "generator"
-    """A `torch.Generator`, part of the signature by identity and registered with the graph."""
     OPAQUE = "opaque"
-    """Any other object, part of the signature by identity."""
+    """Any other object, part of the signature by identity; a `torch.Generator` is registered with the graph, too."""
     IN_PLACE = "in place"
     """A tuple of tensors that are read and written where they lie; another object stands for their places."""
 

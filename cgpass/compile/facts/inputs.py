@@ -65,11 +65,8 @@ def _kind(node: fx.Node, kinds: Mapping[str, InputKind]) -> InputKind:
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt) or type(value) is int:
         return InputKind.SYMINT
-    if isinstance(value, torch.Generator):
-        return InputKind.GENERATOR
-    if not isinstance(value, torch.Tensor):
-        return InputKind.OPAQUE
-    return kinds.get(node.name, InputKind.COPIED)
+    is_tensor = isinstance(value, torch.Tensor)
+    return kinds.get(node.name, InputKind.COPIED) if is_tensor else InputKind.OPAQUE
 
 
 def _strided_placeholders(gm: fx.GraphModule) -> frozenset[fx.Node]:
@@ -89,7 +86,7 @@ def _resized_placeholders(placeholders: Sequence[fx.Node]) -> frozenset[fx.Node]
     """Return the tensors with symbols in their layouts that are no inputs themselves, as a jagged one's total length on 2.11."""
     numbers = [n.meta["val"] for n in placeholders if isinstance(n.meta.get("val"), torch.SymInt)]
     told = {number.node.expr for number in numbers}
-    tensors = (n for n in placeholders if isinstance(n.meta.get("val"), torch.Tensor))
+    tensors = (node for node in placeholders if values.tensor_of(node) is not None)
     return frozenset(node for node in tensors if not told.issuperset(values.free_symbols(node)))
 
 

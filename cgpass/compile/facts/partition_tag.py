@@ -24,8 +24,3 @@ class PartitionTag:
 def get_tag(node: fx.Node) -> PartitionTag | None:
     """The partition of `node`, None if it belongs to none."""
     return node.meta.get(KEY)
-
-
-def set_tag(node: fx.Node, tag: PartitionTag) -> None:
-    """Put `node` into a partition."""
-    node.meta[KEY] = tag

@@ -47,6 +47,12 @@ def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
     return tuple(v for v in tree_leaves(value) if isinstance(v, torch.Tensor))
 
 
+def tensor_of(value: object) -> torch.Tensor | None:
+    """Return the tensor that a node stands for; None for a number, several tensors, and what is no node."""
+    found = value.meta.get("val") if isinstance(value, fx.Node) else None
+    return found if isinstance(found, torch.Tensor) else None
+
+
 def hop_name(node: fx.Node) -> str | None:
     """The name of the higher-order operator that a node calls, None for any other node."""
     target = node.target

@@ -236,8 +236,8 @@ class _Lift:
 
 
 def _is_cpu_tensor(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
+    value = values.tensor_of(node)
+    return value is not None and value.device.type == "cpu"
 
 
 def _rounds(node: fx.Node, scalars: list[fx.Node]) -> bool:

@@ -44,5 +44,5 @@ class OwnGradients(Pass):
 
 def _is_gradient(result: Any) -> bool:
     """Tell if something is added to `.grad`, and not what a subclass is made of besides: offsets of a jagged tensor."""
-    value = result.meta.get("val") if isinstance(result, fx.Node) else None
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    value = values.tensor_of(result)
+    return value is not None and (value.is_floating_point() or value.is_complex())

@@ -28,7 +28,7 @@ from torch import fx
 from cgpass.compile.facts import values
 from cgpass.compile.facts.capturability import is_passive, why_not_capturable
 from cgpass.compile.facts.lines import user_line
-from cgpass.compile.facts.partition_tag import KEY, PartitionTag, get_tag, set_tag
+from cgpass.compile.facts.partition_tag import KEY, PartitionTag, get_tag
 from cgpass.compile.passes.base import Pass, PassContext, inherit_meta
 from cgpass.telemetry.reason import OTHER_FIXES, Reason, many
 
@@ -80,7 +80,7 @@ class Partition(Pass):
             tag = PartitionTag(index, captured=segment[0][1] is None)
             notes += [(tag, reason) for _, reason in segment if reason is not None]
             for node in itertools.chain.from_iterable(group for group, _ in segment):
-                set_tag(node, tag)
+                node.meta[KEY] = tag
         join_collectives(gm)
         return notes
 
@@ -124,47 +124,29 @@ def _inputs(gm: fx.GraphModule) -> dict[fx.Node, tuple[fx.Node, ...]]:
 
 
 def _predecessors(gm: fx.GraphModule, groups: Sequence[Group]) -> list[set[int]]:
-    """Groups that must run before each group, for its data or another order."""
+    """Groups that must run before each group: for its data, or for what it writes or what another one wrote before."""
     home = {node: at for at, group in enumerate(groups) for node in group}
-    chains, inputs_of = _Chains(), _inputs(gm)
+    inputs_of = _inputs(gm)
+    writer: dict[Hashable, int] = {}
+    readers: dict[Hashable, list[int]] = {}
     found = []
     for at, (first, *_) in enumerate(groups):
-        inputs = inputs_of[first]
-        found.append(
-            {home[arg] for arg in inputs if arg in home}.union(chains.add(at, first, inputs))
-        )
+        before = {home[arg] for arg in inputs_of[first] if arg in home}
+        written = frozenset(_states(first)).union(*map(_memory, values.mutated_inputs(first)))
+        for key in written.union(*map(_memory, inputs_of[first])):
+            if key in writer:
+                before.add(writer[key])
+            if key in written:
+                before.update(readers.pop(key, ()))
+                writer[key] = at
+            else:
+                readers.setdefault(key, []).append(at)
+        found.append(before)
     return found
 
 
-class _Chains:
-    """Orders that no data flow shows: mutations, random numbers, collectives, side effects."""
-
-    def __init__(self) -> None:
-        self._last: dict[str, int] = {}
-        self._writer: dict[Hashable, int] = {}
-        self._readers: dict[Hashable, list[int]] = {}
-
-    def add(self, at: int, node: fx.Node, inputs: Iterable[fx.Node]) -> list[int]:
-        """Register a group; return the groups that must run before it."""
-        before: list[int] = []
-        for kind in _kinds(node):
-            if kind in self._last:
-                before.append(self._last[kind])
-            self._last[kind] = at
-        written = {key for arg in values.mutated_inputs(node) for key in _memory(arg)}
-        read = dict.fromkeys(key for arg in inputs for key in _memory(arg))
-        for key in read:
-            if key in self._writer:
-                before.append(self._writer[key])
-            if key in written:
-                before.extend(self._readers.pop(key, ()))
-                self._writer[key] = at
-            else:
-                self._readers.setdefault(key, []).append(at)
-        return before
-
-
-def _kinds(node: fx.Node) -> Iterator[str]:
+def _states(node: fx.Node) -> Iterator[Hashable]:
+    """Name what a node reads and writes beside tensors: the order of all that do stays."""
     if values.is_random(node):
         yield "random"
     if values.is_collective(node):
@@ -293,7 +275,7 @@ def join_collectives(gm: fx.GraphModule) -> None:
         with gm.graph.inserting_after(last[tag]):
             wait = gm.graph.call_function(wait_tensor, (result,))
         inherit_meta(wait, result, result.meta["val"])
-        set_tag(wait, tag)
+        wait.meta[KEY] = tag
         result.replace_all_uses_with(wait, lambda user, kept=(*inside, wait): user not in kept)
         last[tag] = wait
 
@@ -308,5 +290,5 @@ def _results(node: fx.Node) -> list[fx.Node]:
         with node.graph.inserting_after(node):
             found.append(node.graph.call_function(operator.getitem, (node, position)))
         inherit_meta(found[-1], node, value[position])
-        set_tag(found[-1], node.meta[KEY])
+        found[-1].meta[KEY] = node.meta[KEY]
     return found

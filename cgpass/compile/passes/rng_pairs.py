@@ -142,7 +142,7 @@ def _save_positions(
 ) -> None:
     outputs = list(values.graph_outputs(fw))
     place = first
-    while place < len(outputs) and _is_tensor(outputs[place]):
+    while place < len(outputs) and values.tensor_of(outputs[place]) is not None:
         place += 1
     output = fw.graph.output_node()
     made = (len(devices), 2)
@@ -163,10 +163,6 @@ def _save_positions(
     given.meta = {"val": value, POSITIONS: devices}
     fw.recompile()
     bw.recompile()
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
 
 
 @dataclass(frozen=True)
