@@ -36,10 +36,7 @@ _TWICE_WITHOUT_DETERMINISM = (
     "generated during the forward function while torch.use_deterministic_algorithms(False) was set."
 )
 
-_WRAPPED = (
-    "AOTAutograd does more around the function than to call it, as where a result is a view or a detach() of another one "
-    "or of an input, or a tensor is of a subclass; return what is computed"
-)
+_WRAPPED = "a result is an input, another result, a view or a detach() of one, or a tensor is of a subclass; return a copy (clone())"
 
 
 _Graphs = tuple[torch_private.TrainingLayout, Boxed, Boxed, tuple[int, ...]]

@@ -5,6 +5,7 @@ Note [Numbers of forwards]
     layer within a microbatch. Backwards come as their forwards did. Without an order there is one chunk and one microbatch.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from cgpass.runtime import native
 from cgpass.runtime.changes import mend, open_modes
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import driver_for
+
+log = logging.getLogger(__name__)
 
 
 def make_graphed_callables(
@@ -235,5 +238,11 @@ def _owner(options: GraphedOptions, device: torch.device) -> Owner | None:
     except DriverUnavailableError as error:
         raise DriverUnavailableError(f"make_graphed_callables: {error}") from None
     if driver is None:
+        if options.driver == "auto":
+            log.warning(
+                "make_graphed_callables: calls run without a graph, since modules and samples are on %s. Move them to CUDA, "
+                'or simulate graphs on the CPU with GraphedOptions(driver="simulated").',
+                device,
+            )
         return None
     return Owner(driver) if native.loader.wait(current_defaults().progress) else None

@@ -111,9 +111,8 @@ class CUDAGraphWrapper:
         device = _device_of(args) or _device_of(pytree.tree_leaves(args))
         driver = self._options.driver
         if driver == "none" or device is None or (driver == "auto" and device.type != "cuda"):
-            wanted = driver in ("cuda", "simulated") or torch.cuda.is_available()
-            if device is None and args and driver != "none" and wanted:
-                self._say_that_there_are_no_tensors()
+            if args and driver != "none":
+                self._say_why_plain(device)
             with torch.no_grad():
                 return self._fn(*args)
         runner = self._runner
@@ -137,14 +136,16 @@ class CUDAGraphWrapper:
         spec = results.pop()
         return pytree.tree_unflatten(results, spec)
 
-    def _say_that_there_are_no_tensors(self) -> None:
+    def _say_why_plain(self, device: torch.device | None) -> None:
+        why = "no input is a tensor, so calls run without a graph. Pass tensors by themselves, not in objects."
+        if device is not None:
+            why = (
+                f"inputs are on {device}, so calls run without a graph. Move them to CUDA, or simulate graphs on the CPU "
+                'with driver="simulated".'
+            )
         warns = self._options.on_skip == "warn" and not self._warned
         self._warned = True
-        log.log(
-            logging.WARNING if warns else logging.DEBUG,
-            "%s: no input is a tensor, so calls run without a graph. Pass tensors by themselves, not in objects.",
-            self._name,
-        )
+        log.log(logging.WARNING if warns else logging.DEBUG, "%s: %s", self._name, why)
 
     def _new_runner(self, args: Sequence[Any], device: torch.device) -> PartitionRunner:
         for i in self._static:

@@ -105,6 +105,18 @@ def test_calls_without_tensors_say_that_they_run_plainly(caplog):
     assert caplog.text.count("no input is a tensor") == 1
 
 
+def test_without_a_gpu_calls_say_once_that_they_run_plainly(caplog):
+    call = cgpass.CUDAGraphWrapper(lambda x: x * 2, name="doubled")
+    assert [call(X).tolist() for _ in range(3)] == [[2.0] * 3] * 3
+    layer = torch.nn.Linear(3, 3)
+    graphed = cgpass.make_graphed_callables(layer, (X,))
+    assert torch.equal(graphed(X), layer(X))
+    assert [each.partition(". ")[0] for each in caplog.messages] == [
+        "doubled: inputs are on cpu, so calls run without a graph",
+        "make_graphed_callables: calls run without a graph, since modules and samples are on cpu",
+    ]
+
+
 class Subclass(torch.Tensor):
     pass
 
