@@ -314,8 +314,7 @@ class FirstValues:
         elif id(given) in self._found:  # self.count += 1
             return
         for tensor in tensors:
-            is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and has_place(tensor)
-            if is_plain and not tensor.is_inference():
+            if has_place(tensor) and not tensor.is_inference():
                 value = tensor.detach().clone(), tensor._version, fast.layouts([tensor])
                 self._found[id(tensor)] = tensor, *value
 
