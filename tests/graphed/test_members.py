@@ -1,7 +1,9 @@
 """Modules whose parameters are tied, laid out anew or replaced, and whose submodules, modes or hooks change."""
 
+import concurrent.futures
 import copy
 import functools
+import threading
 
 import pytest
 import torch
@@ -167,6 +169,114 @@ def test_what_the_first_call_makes_and_writes(setting, way, warmups, order):
     for fn in fns:
         stats = getattr(fn, "graphed", fn).stats
         assert (stats.plain_calls, stats.rerecordings) == (0, 0)
+
+
+class Makes(torch.nn.Module):
+    """Makes something when it first runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+        self.register_buffer("known", torch.zeros(8))
+
+
+class MakesLayers(Makes):
+    def forward(self, x):
+        if not hasattr(self, "layers"):
+            self.layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)).to(x)
+        return self.layers(self.inner(x))
+
+
+class MakesAWeight(Makes):
+    def forward(self, x):
+        if not hasattr(self, "weight"):
+            self.weight = torch.nn.Parameter(torch.empty(8, device=x.device))
+            torch.nn.init.ones_(self.weight)
+        return self.inner(x) * self.weight
+
+
+class MakesAWeightByData(Makes):
+    def forward(self, x):
+        if not hasattr(self, "weight"):
+            self.weight = torch.nn.Parameter(torch.empty(8, device=x.device))
+            self.weight.data.fill_(2)
+        return self.inner(x) * self.weight
+
+
+class MakesViews(Makes):
+    def forward(self, x):
+        if not hasattr(self, "a"):
+            both = torch.zeros(2, 8, device=x.device)
+            self.register_buffer("a", both[0])
+            self.register_buffer("b", both[1])
+        self.a.add_(1)
+        self.b.add_(self.a)
+        return self.inner(x) + self.b
+
+
+class MakesACounter(Makes):
+    def forward(self, x):
+        if not hasattr(self, "count"):
+            self.register_buffer("count", torch.zeros(8, device=x.device))
+        self.count += 1
+        return self.inner(x) + self.count
+
+
+class MakesACounterByData(Makes):
+    def forward(self, x):
+        if not hasattr(self, "count"):
+            self.register_buffer("count", torch.zeros(8, device=x.device))
+        self.count.data.add_(1)
+        return self.inner(x) + self.count
+
+
+class TiesABuffer(Makes):
+    def forward(self, x):
+        if not hasattr(self, "tied"):
+            self.register_buffer("tied", self.known)
+        self.known.add_(1)
+        return self.inner(x) + self.tied
+
+
+@pytest.mark.parametrize("warmups", [1, 3])
+@pytest.mark.parametrize("kind", Makes.__subclasses__())
+def test_what_the_first_call_makes_and_initializes(setting, kind, warmups):
+    module, plain = twins(setting, kind())
+    torch.manual_seed(7)
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),), num_warmup_iters=warmups)
+    if kind is MakesLayers:  # with random numbers of its own
+        plain.layers = copy.deepcopy(module.layers)
+        plain.layers[1].reset_running_stats()
+    for _ in range(3):
+        check(setting, graphed, plain)
+        for name, buffer in module.named_buffers():
+            same(buffer, plain.get_buffer(name))
+        same_grads(module, plain)
+    assert graphed.graphed.stats.plain_calls == 0
+
+
+def test_threads_that_make_modules_meanwhile(setting):
+    module, sample = setting.module(MakesACounter()), (setting.randn(4, 8),)
+    setting.graphed(module, sample)
+    begun, go = threading.Event(), threading.Event()
+
+    def wait(module, name, buffer):
+        if name == "other":
+            begun.set()
+            assert go.wait(60)
+
+    register = torch.nn.modules.module.register_module_buffer_registration_hook
+    # the thread is amid torch's hooks
+    with (
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+        register(wait),
+        register(lambda *args: None),
+    ):
+        made = pool.submit(torch.nn.Module().register_buffer, "other", torch.ones(1))
+        assert begun.wait(60)
+        setting.graphed(setting.module(MakesACounter()), sample)
+        go.set()
+        made.result()
 
 
 def test_callables_that_share_what_the_first_call_makes(setting):
