@@ -8,7 +8,7 @@ import dis
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, overload
 
 import torch
@@ -116,12 +116,11 @@ def explain(
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
     tensors += [t for m in modules for t in (*m.parameters(False), *m.buffers(False))]
     devices = {tensor.device.index for tensor in tensors if tensor.device.type == "cuda"}
-    optimizers = [v for v in values if isinstance(v, torch.optim.Optimizer | torch.amp.GradScaler)]
     run = fn
     with contextlib.ExitStack() as stack:
         stack.enter_context(set_defaults(**options or {}))
         stack.enter_context(torch.random.fork_rng([*devices]))
-        stack.enter_context(_restored(modules, tensors, optimizers))
+        _put_back(stack, tensors, (*values, *modules))
         for step in (value for value in values if isinstance(value, TrainStep)):
             stack.callback(setattr, step, "_due", step._due)
         # Dynamo would find what a disabled function wraps
@@ -194,40 +193,31 @@ def _reached(value: Any, depth: int = 2) -> Iterator[Any]:
         yield from _reached(each, depth - 1)
 
 
-@contextlib.contextmanager
-def _restored(
-    modules: Sequence[torch.nn.Module],
-    tensors: Sequence[torch.Tensor],
-    optimizers: Sequence[torch.optim.Optimizer | torch.amp.GradScaler],
-) -> Iterator[None]:
-    """Put back parameters, buffers, gradients and what optimizers and scalers keep.
+def _put_back(stack: contextlib.ExitStack, tensors: Iterable[Any], values: Iterable[Any]) -> None:
+    """Have a stack restore parameters, buffers, gradients and what optimizers and scalers keep.
 
     Values return to the very tensors that had them: guards and recordings of a compiled optimizer know these.
     """
-    scales = [(s, s.state_dict()) for s in optimizers if isinstance(s, torch.amp.GradScaler)]
-    roots: list[Any] = [t for each in modules for t in (each._parameters, each._buffers)]
-    for each in (each for each in optimizers if isinstance(each, torch.optim.Optimizer)):
-        roots += each.state, each.param_groups
+    roots = list[Any]()
+    for each in values:
+        if isinstance(each, torch.nn.Module):
+            roots += each._parameters, each._buffers
+        elif isinstance(each, torch.optim.Optimizer):
+            roots += each.state, each.param_groups
+        elif isinstance(each, torch.amp.GradScaler):
+            stack.callback(each.load_state_dict, each.state_dict())
     held = [*_held(roots)]
-    there = [each for each in held if isinstance(each, torch.Tensor)]
-    tables = [(each, copy.copy(each)) for each in held if not isinstance(each, torch.Tensor)]
-    kept = [(each, _copy(each)) for each in there if _is_writable(each)]
-    gradients = [(each, each.grad) for each in (*tensors, *there) if each.is_leaf]
-    for each, _ in gradients:
+    there = dict.fromkeys([*tensors, *(t for t in held if isinstance(t, torch.Tensor))])
+    for each in (each for each in there if each.is_leaf):
+        stack.callback(setattr, each, "grad", each.grad)
         each.grad = None
-    try:
-        yield
-    finally:
-        for table, before in tables:
-            table.clear()
-            (table.extend if hasattr(table, "extend") else table.update)(before)
-        for value, before in kept:
-            with torch.inference_mode(value.is_inference()), torch.no_grad():
-                value.copy_(before)
-        for scaler, state in scales:
-            scaler.load_state_dict(state)
-        for each, gradient in gradients:
-            each.grad = gradient
+    for each in held:
+        if not isinstance(each, torch.Tensor):
+            fill = each.extend if hasattr(each, "extend") else each.update
+            stack.callback(fill, copy.copy(each))
+            stack.callback(each.clear)  # first: a stack begins with the last
+        elif (before := _copy(each)) is not None:
+            stack.callback(_write, each, before)
 
 
 def _held(todo: list[Any]) -> Iterator[Any]:
@@ -247,17 +237,22 @@ def _held(todo: list[Any]) -> Iterator[Any]:
             todo.append(getattr(each, "__dict__", None))
 
 
-def _is_writable(value: torch.Tensor) -> bool:
-    """Tell if operators can write a tensor: it is no lazy or meta one, nor an expanded one."""
-    if torch.nn.parameter.is_lazy(value) or value.is_meta:
-        return False
-    return value.layout is not torch.strided or not overlaps_itself(value)
-
-
-def _copy(value: torch.Tensor) -> torch.Tensor:
-    """In host memory, but for what only its own class can copy."""
-    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+def _copy(value: torch.Tensor) -> torch.Tensor | None:
+    """In host memory, but for what only its own class can copy; None where nobody writes: lazy, meta and expanded ones."""
+    is_strided = value.layout is torch.strided
+    if (
+        torch.nn.parameter.is_lazy(value)
+        or value.is_meta
+        or (is_strided and overlaps_itself(value))
+    ):
+        return None
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and is_strided
     return value.detach().to("cpu", copy=True) if is_plain else value.detach().clone()
+
+
+def _write(value: torch.Tensor, before: torch.Tensor) -> None:
+    with torch.inference_mode(value.is_inference()), torch.no_grad():
+        value.copy_(before)
 
 
 def _spread(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

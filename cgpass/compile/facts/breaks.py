@@ -195,8 +195,8 @@ def _line(frame: Any) -> str | None:
 
 def graph_breaks(
     before: Collection[torch_private.GraphBreak], graphs: Sequence[GraphSummary]
-) -> tuple[list[Reason], list[Reason]]:
-    """Graph breaks that were met, and those among them behind which torch left something to eager; each once.
+) -> list[Reason]:
+    """Graph breaks that were met, each once; behind those with a `rest` torch left that to eager.
 
     Those that graphs end at, those noted since `before`, and of earlier ones those of functions that ran. Libraries that
     run in eager anyway, as what logs or shows progress, have breaks of their own: they are left out.
@@ -216,8 +216,7 @@ def graph_breaks(
     every: dict[Any, Reason] = {}
     for reason in found:
         every.setdefault((place_of(reason.line) or reason, reason.rest), reason)
-    left = [each for each in every.values() if each.rest is not None]
-    return [each for each in every.values() if each.rest is None], left
+    return list(every.values())
 
 
 def left_to_eager(before: Sequence[Any]) -> list[Reason]:
