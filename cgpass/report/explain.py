@@ -102,12 +102,11 @@ def explain(
     args, kwargs = _spread(args, kwargs)
     given = [fn, inspect.unwrap(fn), *pytree.tree_leaves((args, kwargs, optimizer))]
     values = [value for each in given for value in _reached(each)]
-    roots = [each for each in values if isinstance(each, torch.nn.Module)]
-    modules = [*dict.fromkeys(module for root in roots for module in root.modules())]
+    modules = [*dict.fromkeys(each for each in values if isinstance(each, torch.nn.Module))]
     kinds = torch.nn.Module | types.FunctionType
     is_compiled = any(
         isinstance(each, TrainStep) or (isinstance(each, kinds) and torch_private.is_compiled(each))
-        for each in (*values, *modules)
+        for each in values
     )
     if options and is_compiled:
         raise OptionError(
@@ -120,7 +119,7 @@ def explain(
     with contextlib.ExitStack() as stack:
         stack.enter_context(set_defaults(**options or {}))
         stack.enter_context(torch.random.fork_rng([*devices]))
-        _put_back(stack, tensors, (*values, *modules))
+        _put_back(stack, tensors, values)
         for step in (value for value in values if isinstance(value, TrainStep)):
             stack.callback(setattr, step, "_due", step._due)
         # Dynamo would find what a disabled function wraps
@@ -173,7 +172,7 @@ def _differentiated(result: Any) -> list[torch.Tensor]:
 
 def _reached(value: Any, depth: int = 2) -> Iterator[Any]:
     """Yield a value, what it names, holds or is bound to, and what these do: a loop's step names a helper, and that the model."""
-    yield value
+    yield from value.modules() if isinstance(value, torch.nn.Module) else (value,)
     if not depth or isinstance(value, torch.nn.Module | torch.Tensor | types.ModuleType):
         return
     found = [*getattr(value, "__dict__", {}).values()]
@@ -193,48 +192,45 @@ def _reached(value: Any, depth: int = 2) -> Iterator[Any]:
         yield from _reached(each, depth - 1)
 
 
-def _put_back(stack: contextlib.ExitStack, tensors: Iterable[Any], values: Iterable[Any]) -> None:
+def _put_back(stack: contextlib.ExitStack, tensors: Sequence[Any], values: Sequence[Any]) -> None:
     """Have a stack restore parameters, buffers, gradients and what optimizers and scalers keep.
 
     Values return to the very tensors that had them: guards and recordings of a compiled optimizer know these.
     """
-    roots = list[Any]()
+    todo, seen, there = list[Any](), set[int](), [*tensors]
     for each in values:
         if isinstance(each, torch.nn.Module):
-            roots += each._parameters, each._buffers
+            todo += each._parameters, each._buffers
         elif isinstance(each, torch.optim.Optimizer):
-            roots += each.state, each.param_groups
+            todo += each.state, each.param_groups
         elif isinstance(each, torch.amp.GradScaler):
             stack.callback(each.load_state_dict, each.state_dict())
-    held = [*_held(roots)]
-    there = dict.fromkeys([*tensors, *(t for t in held if isinstance(t, torch.Tensor))])
-    for each in (each for each in there if each.is_leaf):
+    for each in todo:  # and what is added meanwhile
+        if id(each) not in seen and not callable(each) and not isinstance(each, types.ModuleType):
+            seen.add(id(each))
+            todo += _kept(stack, each)
+            there += [each] * isinstance(each, torch.Tensor)
+    for each in (each for each in dict.fromkeys(there) if each.is_leaf):
         stack.callback(setattr, each, "grad", each.grad)
         each.grad = None
-    for each in held:
-        if not isinstance(each, torch.Tensor):
-            fill = each.extend if hasattr(each, "extend") else each.update
-            stack.callback(fill, copy.copy(each))
-            stack.callback(each.clear)  # first: a stack begins with the last
-        elif (before := _copy(each)) is not None:
-            stack.callback(_write, each, before)
 
 
-def _held(todo: list[Any]) -> Iterator[Any]:
-    """Yield tensors, and what holds them and can be changed, each once."""
-    seen = set[int]()
-    for each in todo:  # and what is added meanwhile
-        if id(each) in seen or callable(each) or isinstance(each, types.ModuleType):
-            continue
-        seen.add(id(each))
-        if isinstance(each, torch.Tensor | dict | list | collections.deque):
-            yield each
-        if isinstance(each, dict):
-            todo += each.values()
-        elif isinstance(each, list | tuple | collections.deque):
-            todo += each
-        elif not isinstance(each, torch.Tensor):  # an object may be what is kept of a parameter
-            todo.append(getattr(each, "__dict__", None))
+def _kept(stack: contextlib.ExitStack, value: Any) -> Iterable[Any]:
+    """Have a stack restore a tensor or what holds some; returns what it holds."""
+    if isinstance(value, torch.Tensor):
+        if (before := _copy(value)) is not None:
+            stack.callback(_write, value, before)
+        return ()
+    if isinstance(value, tuple):
+        return value
+    if not isinstance(
+        value, dict | list | collections.deque
+    ):  # an object may be kept of a parameter
+        return (getattr(value, "__dict__", None),)
+    fill = value.update if isinstance(value, dict) else value.extend
+    stack.callback(fill, copy.copy(value))
+    stack.callback(value.clear)  # first: a stack begins with the last
+    return value.values() if isinstance(value, dict) else value
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor | None:

@@ -40,9 +40,9 @@ _KNOWN: Final = (
         "choose between both results on the device: torch.where, or torch.cond for more than that",
     ),
     (
-        r"builtin operator `print`",
-        "print can't be traced",
-        "print after the call, or torch._dynamo.config.reorderable_logging_functions.add(print)",
+        r"builtin operator `(print)`|_(warnings\.warn)`",
+        r"\1\2 can't be traced",
+        r"\1\2 after the call, or torch._dynamo.config.reorderable_logging_functions.add(\1\2)",
     ),
     (
         r"logging\.Logger|[Ll]ogger",
@@ -55,11 +55,6 @@ _KNOWN: Final = (
         "comprehension_graph_break",
         "a graph break in a comprehension",
         "take what breaks the graph out of the comprehension",
-    ),
-    (
-        r"_(warnings\.warn)`",
-        r"\1 can't be traced",
-        "warn outside, or torch._dynamo.config.reorderable_logging_functions.add(warnings.warn)",
     ),
     (
         r"builtin `([^`]+?)\.?`|builtin operator `([^`]+)`|that the function `([^`]+)`",
@@ -120,7 +115,7 @@ def reason_of(text: str, line: str | None) -> Reason:
     fix = textwrap.shorten(fix, _LENGTH) or "TORCH_LOGS=graph_breaks shows more"
     for pattern, cause, remedy in _KNOWN:
         if found := re.search(pattern, text):
-            detail, fix = found.expand(cause), remedy
+            detail, fix = found.expand(cause), found.expand(remedy)
             break
     operator = _OPERATOR.search(text)
     if operator is not None and operator[2] in op_tables.OPERATOR_FIXES:
