@@ -221,16 +221,13 @@ def _kept(stack: contextlib.ExitStack, value: Any) -> Iterable[Any]:
         if (before := _copy(value)) is not None:
             stack.callback(_write, value, before)
         return ()
-    if isinstance(value, tuple):
-        return value
-    if not isinstance(
-        value, dict | list | collections.deque
-    ):  # an object may be kept of a parameter
-        return (getattr(value, "__dict__", None),)
-    fill = value.update if isinstance(value, dict) else value.extend
-    stack.callback(fill, copy.copy(value))
-    stack.callback(value.clear)  # first: a stack begins with the last
-    return value.values() if isinstance(value, dict) else value
+    if isinstance(value, dict | list | collections.deque):
+        fill = value.update if isinstance(value, dict) else value.extend
+        stack.callback(fill, copy.copy(value))
+        stack.callback(value.clear)  # first: a stack begins with the last
+        return value.values() if isinstance(value, dict) else value
+    # an object may be what is kept of a parameter
+    return value if isinstance(value, tuple) else (getattr(value, "__dict__", None),)
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor | None:

@@ -118,10 +118,8 @@ def live(runs: Iterable[telemetry.GraphRun]) -> list[Executor]:
 
 def owners(before: telemetry.Moment) -> list[Owner]:
     """Owners of graphs that live, and were called since."""
-    calls, found = telemetry.now().calls, list[telemetry.GraphRun]()
-    for number, (_, runs) in telemetry.graph_runs().items():
-        if calls.get(number, 0) > before.calls.get(number, 0):
-            found += runs
+    calls, graphs = telemetry.grown(telemetry.now().calls, before.calls), telemetry.graph_runs()
+    found = [run for number, (_, runs) in graphs.items() if calls.get(number) for run in runs]
     return [*dict.fromkeys(each.owner for each in live(found) if each.owner)]
 
 
