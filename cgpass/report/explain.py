@@ -94,7 +94,7 @@ def explain(
         Exception: Whatever the function raises, as it is.
     """
     if fn is None:
-        if args or kwargs:
+        if args or kwargs or options or compare or optimizer is not None or not training:
             raise InputError("cgpass.explain: arguments need a function first, got None")
         return watch.watched()
     if not callable(fn):

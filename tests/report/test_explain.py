@@ -589,6 +589,9 @@ def test_arguments_without_a_function_are_refused():
         cgpass.explain(None, X)
     with pytest.raises(InputError, match="need a function first"):
         cgpass.explain(model=Model(), x=X)
+    for setting in ({"compare": True}, {"training": False}, {"options": {"driver": "none"}}):
+        with pytest.raises(InputError, match="need a function first"):
+            cgpass.explain(**setting)
     with pytest.raises(InputError, match="takes a module or function, got a Tensor"):
         cgpass.explain(X, Model())
     with pytest.raises(OptionError):

@@ -74,7 +74,7 @@ _MODULES: Final = os.path.dirname(torch.nn.modules.__file__)
 _SENTENCE: Final = re.compile(r"\. (?=[A-Z])")  # "e.g. " ends none
 _LENGTH: Final = 160
 """Of the words of torch's own that are shown."""
-_LIMIT: Final = re.compile(r"exceeding the (\w+) .*currently set to (\d+)")
+_LIMIT: Final = re.compile(r"exceeding the (\w*recompile_limit) .*currently set to (\d+)")
 _SETTING: Final = re.compile(r"torch\._dynamo\.config\.\w+ = \w+")
 _GUARD: Final = re.compile(
     r"(?:\[?\d+/\d+\]?: )?(.*?)(?: +# (.*?) *# (\S+):(\d+) in (\S+).*| {2,}# .*)?(?: *\(HINT: .*\))?\s*$"
@@ -177,7 +177,7 @@ def _cut_short(frame: Any) -> Reason:
         mine = threading.get_ident()
         noted = [each for each in torch_private.graph_breaks() if each.thread == mine]
         if noted and noted[-1].function[::2] == (frame.filename, frame.name):
-            text, frame = noted[-1].text, noted[-1].line or frame
+            text, frame = noted[-1].text, (frame, *noted[-1].stack)[-1]
     return given_up(text, _line(frame), rest)
 
 
@@ -269,24 +269,20 @@ def _last(notes: Iterable[Any]) -> dict[Function, Any]:
         frame = torch_private.function_of(each.compile_id)
         if each.co_name is not None:
             functions[frame] = each.co_filename, each.co_firstlineno, each.co_name
-        elif not _is_at_limit(each):  # a backward's
+        elif not _LIMIT.search(each.fail_reason or ""):  # a backward's
             continue
         last[functions.get(frame, (frame,))] = each
     return last
 
 
-def _is_at_limit(compilation: Any) -> bool:
-    return "recompile limit exceeded" in (compilation.fail_reason or "")
-
-
 def _described(function: Function, compilation: Any) -> Reason:
     rest = _where(function)
-    if not _is_at_limit(compilation):
+    limit = _LIMIT.search(compilation.fail_reason or "")
+    if limit is None:
         file, number = compilation.fail_user_frame_filename, compilation.fail_user_frame_lineno
         frame = file and traceback.FrameSummary(file, number, "")
         return given_up(compilation.fail_reason or compilation.fail_type, _line(frame), rest)
-    limit = _LIMIT.search(compilation.fail_reason)
-    option, times = limit.groups() if limit else ("recompile_limit", "so many")
+    option, times = limit.groups()
     cause, line, hint = _cause(compilation.recompile_reason or "")
     why = f"; the guard that failed last: {cause}" if cause else ""
     fix = OTHER_FIXES["recompile_limit"] + (f"; or set {hint[0]}" if hint else "")
