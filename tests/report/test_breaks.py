@@ -419,7 +419,7 @@ def saves(x):
         (
             warns,
             "warnings.warn",
-            "warnings.warn after the call, or torch._dynamo.config.reorderable_",
+            "call it outside, or torch._dynamo.config.reorderable_",
         ),
         (opens, "open", "call it outside of what is compiled"),
         (saves, "save", "call it outside of what is compiled"),

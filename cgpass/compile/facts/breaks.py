@@ -42,7 +42,7 @@ _KNOWN: Final = (
     (
         r"builtin operator `(print)`|_(warnings\.warn)`",
         r"\1\2 can't be traced",
-        r"\1\2 after the call, or torch._dynamo.config.reorderable_logging_functions.add(\1\2)",
+        r"call it outside, or torch._dynamo.config.reorderable_logging_functions.add(\1\2)",
     ),
     (
         r"logging\.Logger|[Ll]ogger",
