@@ -50,8 +50,7 @@ def _torch() -> Iterator[Finding]:
     parts = [int(n) for n in torch.__version__.split("+")[0].split(".")[:2] if n.isdigit()]
     known = [2, 11] <= parts <= [2, 15]
     yield "torch", torch.__version__, "" if known else "Use torch 2.11 to 2.15"
-    names = {each.name for each in importlib.metadata.entry_points(group="torch_dynamo_backends")}
-    if "cgpass" not in names:
+    if not importlib.metadata.entry_points(group="torch_dynamo_backends", name="cgpass"):
         said = 'not installed by pip: torch.compile(..., backend="cgpass") needs `import cgpass`'
         yield "backend", said, ""
     devices = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
@@ -81,11 +80,6 @@ def _native() -> Iterator[Finding]:
 
 def _environment() -> Iterator[Finding]:
     known = {each.name: f"{ENV_PREFIX}{each.name.upper()}" for each in dataclasses.fields(Options)}
-    wrong = ""
-    try:
-        Options.parse(None)
-    except ValueError as error:
-        wrong = str(error).rstrip(".")
     for name, value in sorted(os.environ.items()):
         if name in _ENVIRONMENT or name in known.values():
             fix = "" if value in ("", "0") else _ENVIRONMENT.get(name, "")
@@ -94,9 +88,11 @@ def _environment() -> Iterator[Finding]:
             near = known.get(nearest(name.removeprefix(ENV_PREFIX), known) or "")
             fix = f"Did you mean {near}?" if near else f"Set one of {', '.join(known.values())}"
             yield f"{name}={value}", "cgpass knows no such variable", fix
-            wrong = "" if name in wrong else wrong
-    if wrong:
-        yield "options", wrong, "Set CGPASS_ variables to what Options takes"
+    try:
+        Options.parse(None)
+    except ValueError as error:
+        if "is not an option" not in str(error):  # told of above
+            yield "options", str(error).rstrip("."), "Set CGPASS_ variables to what Options takes"
 
 
 def _tiny_graph() -> Iterator[Finding]:

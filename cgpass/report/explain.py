@@ -8,7 +8,7 @@ import dis
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, overload
 
 import torch
@@ -94,7 +94,7 @@ def explain(
         Exception: Whatever the function raises, as it is.
     """
     if fn is None:
-        if args or kwargs:
+        if args or kwargs or options or compare or optimizer is not None or not training:
             raise InputError("cgpass.explain: arguments need a function first, got None")
         return watch.watched()
     if not callable(fn):
@@ -102,12 +102,11 @@ def explain(
     args, kwargs = _spread(args, kwargs)
     given = [fn, inspect.unwrap(fn), *pytree.tree_leaves((args, kwargs, optimizer))]
     values = [value for each in given for value in _reached(each)]
-    roots = [each for each in values if isinstance(each, torch.nn.Module)]
-    modules = [*dict.fromkeys(module for root in roots for module in root.modules())]
+    modules = [*dict.fromkeys(each for each in values if isinstance(each, torch.nn.Module))]
     kinds = torch.nn.Module | types.FunctionType
     is_compiled = any(
         isinstance(each, TrainStep) or (isinstance(each, kinds) and torch_private.is_compiled(each))
-        for each in (*values, *modules)
+        for each in values
     )
     if options and is_compiled:
         raise OptionError(
@@ -116,12 +115,11 @@ def explain(
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
     tensors += [t for m in modules for t in (*m.parameters(False), *m.buffers(False))]
     devices = {tensor.device.index for tensor in tensors if tensor.device.type == "cuda"}
-    optimizers = [v for v in values if isinstance(v, torch.optim.Optimizer | torch.amp.GradScaler)]
     run = fn
     with contextlib.ExitStack() as stack:
         stack.enter_context(set_defaults(**options or {}))
         stack.enter_context(torch.random.fork_rng([*devices]))
-        stack.enter_context(_restored(modules, tensors, optimizers))
+        _put_back(stack, tensors, values)
         for step in (value for value in values if isinstance(value, TrainStep)):
             stack.callback(setattr, step, "_due", step._due)
         # Dynamo would find what a disabled function wraps
@@ -174,7 +172,7 @@ def _differentiated(result: Any) -> list[torch.Tensor]:
 
 def _reached(value: Any, depth: int = 2) -> Iterator[Any]:
     """Yield a value, what it names, holds or is bound to, and what these do: a loop's step names a helper, and that the model."""
-    yield value
+    yield from value.modules() if isinstance(value, torch.nn.Module) else (value,)
     if not depth or isinstance(value, torch.nn.Module | torch.Tensor | types.ModuleType):
         return
     found = [*getattr(value, "__dict__", {}).values()]
@@ -194,70 +192,60 @@ def _reached(value: Any, depth: int = 2) -> Iterator[Any]:
         yield from _reached(each, depth - 1)
 
 
-@contextlib.contextmanager
-def _restored(
-    modules: Sequence[torch.nn.Module],
-    tensors: Sequence[torch.Tensor],
-    optimizers: Sequence[torch.optim.Optimizer | torch.amp.GradScaler],
-) -> Iterator[None]:
-    """Put back parameters, buffers, gradients and what optimizers and scalers keep.
+def _put_back(stack: contextlib.ExitStack, tensors: Sequence[Any], values: Sequence[Any]) -> None:
+    """Have a stack restore parameters, buffers, gradients and what optimizers and scalers keep.
 
     Values return to the very tensors that had them: guards and recordings of a compiled optimizer know these.
     """
-    scales = [(s, s.state_dict()) for s in optimizers if isinstance(s, torch.amp.GradScaler)]
-    roots: list[Any] = [t for each in modules for t in (each._parameters, each._buffers)]
-    for each in (each for each in optimizers if isinstance(each, torch.optim.Optimizer)):
-        roots += each.state, each.param_groups
-    held = [*_held(roots)]
-    there = [each for each in held if isinstance(each, torch.Tensor)]
-    tables = [(each, copy.copy(each)) for each in held if not isinstance(each, torch.Tensor)]
-    kept = [(each, _copy(each)) for each in there if _is_writable(each)]
-    gradients = [(each, each.grad) for each in (*tensors, *there) if each.is_leaf]
-    for each, _ in gradients:
-        each.grad = None
-    try:
-        yield
-    finally:
-        for table, before in tables:
-            table.clear()
-            (table.extend if hasattr(table, "extend") else table.update)(before)
-        for value, before in kept:
-            with torch.inference_mode(value.is_inference()), torch.no_grad():
-                value.copy_(before)
-        for scaler, state in scales:
-            scaler.load_state_dict(state)
-        for each, gradient in gradients:
-            each.grad = gradient
-
-
-def _held(todo: list[Any]) -> Iterator[Any]:
-    """Yield tensors, and what holds them and can be changed, each once."""
-    seen = set[int]()
+    todo, seen, there = list[Any](), set[int](), [*tensors]
+    for each in values:
+        if isinstance(each, torch.nn.Module):
+            todo += each._parameters, each._buffers
+        elif isinstance(each, torch.optim.Optimizer):
+            todo += each.state, each.param_groups
+        elif isinstance(each, torch.amp.GradScaler):
+            stack.callback(each.load_state_dict, each.state_dict())
     for each in todo:  # and what is added meanwhile
-        if id(each) in seen or callable(each) or isinstance(each, types.ModuleType):
-            continue
-        seen.add(id(each))
-        if isinstance(each, torch.Tensor | dict | list | collections.deque):
-            yield each
-        if isinstance(each, dict):
-            todo += each.values()
-        elif isinstance(each, list | tuple | collections.deque):
-            todo += each
-        elif not isinstance(each, torch.Tensor):  # an object may be what is kept of a parameter
-            todo.append(getattr(each, "__dict__", None))
+        if id(each) not in seen and not callable(each) and not isinstance(each, types.ModuleType):
+            seen.add(id(each))
+            todo += _kept(stack, each)
+            there += [each] * isinstance(each, torch.Tensor)
+    for each in (each for each in dict.fromkeys(there) if each.is_leaf):
+        stack.callback(setattr, each, "grad", each.grad)
+        each.grad = None
 
 
-def _is_writable(value: torch.Tensor) -> bool:
-    """Tell if operators can write a tensor: it is no lazy or meta one, nor an expanded one."""
-    if torch.nn.parameter.is_lazy(value) or value.is_meta:
-        return False
-    return value.layout is not torch.strided or not overlaps_itself(value)
+def _kept(stack: contextlib.ExitStack, value: Any) -> Iterable[Any]:
+    """Have a stack restore a tensor or what holds some; returns what it holds."""
+    if isinstance(value, torch.Tensor):
+        if (before := _copy(value)) is not None:
+            stack.callback(_write, value, before)
+        return ()
+    if isinstance(value, dict | list | collections.deque):
+        fill = value.update if isinstance(value, dict) else value.extend
+        stack.callback(fill, copy.copy(value))
+        stack.callback(value.clear)  # first: a stack begins with the last
+        return value.values() if isinstance(value, dict) else value
+    # an object may be what is kept of a parameter
+    return value if isinstance(value, tuple) else (getattr(value, "__dict__", None),)
 
 
-def _copy(value: torch.Tensor) -> torch.Tensor:
-    """In host memory, but for what only its own class can copy."""
-    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+def _copy(value: torch.Tensor) -> torch.Tensor | None:
+    """In host memory, but for what only its own class can copy; None where nobody writes: lazy, meta and expanded ones."""
+    is_strided = value.layout is torch.strided
+    if (
+        torch.nn.parameter.is_lazy(value)
+        or value.is_meta
+        or (is_strided and overlaps_itself(value))
+    ):
+        return None
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and is_strided
     return value.detach().to("cpu", copy=True) if is_plain else value.detach().clone()
+
+
+def _write(value: torch.Tensor, before: torch.Tensor) -> None:
+    with torch.inference_mode(value.is_inference()), torch.no_grad():
+        value.copy_(before)
 
 
 def _spread(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -135,9 +135,8 @@ def _decoded(kind: Any, value: Any) -> Any:
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         hints = typing.get_type_hints(kind)
         return kind(**{name: _decoded(hints.get(name), each) for name, each in value.items()})
-    if origin is types.UnionType:
-        inner = next(each for each in args if each is not type(None))
-        return None if value is None else _decoded(inner, value)
+    if origin is types.UnionType:  # of one type and None
+        return None if value is None else _decoded(args[0], value)
     if origin is tuple:
         return tuple(_decoded(args[0], each) for each in value)
     return value

@@ -158,8 +158,8 @@ def events(where: str, part: PartitionReport) -> Iterator[tuple[float, Reason]]:
     """Yield what costs time though graphs run: inputs that moved, more recordings, results that are held."""
     for each in (each for each in part.copied_inputs if each.moved):
         name = f"{each.name} ({size(each.num_bytes)})"
-        moved = Reason("moved", name, _MOVED, OTHER_FIXES["new_tensor"], each.line or where)
-        yield 1, replace(moved, count=0)
+        why, line = "moved, so each call that finds it at a new place copies it", each.line or where
+        yield 1, Reason("moved", name, why, OTHER_FIXES["new_tensor"], line, count=0)
     causes = Counter(note.cause for note in part.recordings if note.cause != "first")
     for cause, count in causes.items():
         notes = [note for note in part.recordings if note.cause == cause]
@@ -178,7 +178,6 @@ def _at(line: str | None, where: str, code: str, detail: str, fix: str) -> Reaso
     return Reason(code, "", f"{where}: {detail}" if line else detail, fix, line or where)
 
 
-_MOVED: Final = "moved, so each call that finds it at a new place copies it"
 _CAUSES: Final = {
     "shape": OTHER_FIXES["new_shape"],
     "moved": OTHER_FIXES["new_tensor"],
@@ -246,20 +245,18 @@ def uncounted(report: Facts) -> Iterator[str]:
         yield "code at graph breaks, outside of compiled functions, is not counted"
 
 
-def by_function(graphs: Iterable[GraphReport]) -> list[tuple[str, list[GraphReport]]]:
-    """Graphs by the function that they belong to, and where that begins; compilations that are alike are one."""
+def by_function(graphs: Iterable[GraphReport]) -> Iterator[tuple[str, list[GraphReport]]]:
+    """Yield graphs by the function that they belong to, and where that begins; compilations that are alike are one."""
     functions: dict[int | None, list[GraphReport]] = {}
     for graph in graphs:
         functions.setdefault(graph.function, []).append(replace(graph, function=None))
     alike: dict[str, list[list[GraphReport]]] = {}
     for each in functions.values():
         alike.setdefault(repr(each), []).append(each)
-    found = []
     for same in alike.values():
         place = same[0][0].place or "a function whose line is unknown"
         times = f", compiled {len(same)} times, each time as follows" if len(same) > 1 else ""
-        found.append((f"{place}{times}", same[0]))
-    return found
+        yield f"{place}{times}", same[0]
 
 
 def head(graph: GraphReport) -> str:
@@ -283,13 +280,10 @@ def table(graph: GraphReport) -> Iterator[str]:
         if len(name) > 24:
             yield from wrapped(name, 4)
             name = ""
-        copied = sum(each.num_bytes for each in part.copied_inputs)
-        is_known = part.output_bytes is not None  # recordings may be freed by now
-        counts = (
-            part.replays,
-            size(copied if is_known else None),
-            part.counts.get("recordings", 0),
-        )
+        copied = None  # recordings may be freed by now
+        if part.output_bytes is not None:
+            copied = sum(each.num_bytes for each in part.copied_inputs)
+        counts = part.replays, size(copied), part.counts.get("recordings", 0)
         kind, more = ("graph", counts) if part.captured else ("plain", "---")
         took = milliseconds(part.device_ms) if timed else ""
         yield _ROW.format(name, kind, part.num_ops, part.calls, *more, took).rstrip()

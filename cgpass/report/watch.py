@@ -78,8 +78,8 @@ def _report(
     for number, (summary, runs) in telemetry.graph_runs().items():
         if calls := after.calls.get(number, 0) - before.calls.get(number, 0):
             graphs.append(_graph(number, summary, runs, calls, before, clock))
-    met, left = graph_breaks(breaks, graphs)
-    left = [*left_to_eager(notes), *left]
+    met = graph_breaks(breaks, graphs)
+    left = [*left_to_eager(notes), *(each for each in met if each.rest is not None)]
     known = {place_of(each.line or each.rest) for each in left}
     others = {
         each: [now - then for now, then in zip(counts, was, strict=True)]
@@ -98,7 +98,7 @@ def _report(
         model=next((graph.place for graph in graphs if graph.place), ""),
         graphs=tuple(graphs),
         left_to_eager=tuple(dict.fromkeys(left)),
-        graph_breaks=counted(each for each in met if place_of(each.line) not in known),
+        graph_breaks=counted(r for r in met if r.rest is None and place_of(r.line) not in known),
         recompilations=tuple(r for r in recompiled(notes) if place_of(r.line) not in known),
         others=tuple(telemetry.told(each, calls) for each, (calls, _, _) in others.items()),
         whole_steps=sum(whole for _, whole, _ in others.values()),
@@ -118,10 +118,8 @@ def live(runs: Iterable[telemetry.GraphRun]) -> list[Executor]:
 
 def owners(before: telemetry.Moment) -> list[Owner]:
     """Owners of graphs that live, and were called since."""
-    calls, found = telemetry.now().calls, list[telemetry.GraphRun]()
-    for number, (_, runs) in telemetry.graph_runs().items():
-        if calls.get(number, 0) > before.calls.get(number, 0):
-            found += runs
+    calls, graphs = telemetry.grown(telemetry.now().calls, before.calls), telemetry.graph_runs()
+    found = [run for number, (_, runs) in graphs.items() if calls.get(number) for run in runs]
     return [*dict.fromkeys(each.owner for each in live(found) if each.owner)]
 
 
@@ -275,9 +273,8 @@ def compared(call: Callable[[], object]) -> tuple[float, float]:
     ms = _mean_ms(call)
     changed = [owner for owner in owners(telemetry.Moment()) if not owner.plain]
     runs = [run for _, found in telemetry.graph_runs().values() for run in found]
-    counting = [
-        each for run in runs for each in (run.tally, *(p.stats for p in run.parts.values()))
-    ]
+    counting = [run.tally for run in runs]
+    counting += [part.stats for run in runs for part in run.parts.values()]
     before = [(each, name, getattr(each, name)) for each in counting for name in each.__slots__]
     try:
         for owner in changed:

@@ -227,7 +227,7 @@ def counters() -> dict[str, int]:
     return counts
 
 
-def grown(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+def grown(now: Mapping[Any, int], before: Mapping[Any, int]) -> dict[Any, int]:
     """Growth of each count; what was not there before was zero."""
     return {name: count - before.get(name, 0) for name, count in now.items()}
 

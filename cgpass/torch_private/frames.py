@@ -57,11 +57,6 @@ class GraphBreak:
     earlier: bool = False
     """True if summaries began anew since."""
 
-    @property
-    def line(self) -> traceback.FrameSummary | None:
-        """The innermost."""
-        return self.stack[-1] if self.stack else None
-
 
 _NOTED = 4096
 """Compilations that torch keeps notes of."""

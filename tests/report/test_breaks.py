@@ -416,7 +416,11 @@ def saves(x):
 @pytest.mark.parametrize(
     ("fn", "named", "fix"),
     [
-        (warns, "warnings.warn", "warn outside, or torch._dynamo.config.reorderable_"),
+        (
+            warns,
+            "warnings.warn",
+            "call it outside, or torch._dynamo.config.reorderable_",
+        ),
         (opens, "open", "call it outside of what is compiled"),
         (saves, "save", "call it outside of what is compiled"),
     ],

@@ -540,6 +540,21 @@ def test_all_is_put_back_when_the_function_raises():
     assert torch.equal(model.first.weight, before)
 
 
+def test_a_value_that_can_not_be_put_back_keeps_no_other_from_it():
+    model, gradient = nn.Linear(2, 2), torch.ones(2, 2)
+    model.register_buffer("seen", torch.zeros(2))
+    model.weight.grad = gradient
+
+    @torch.compiler.disable
+    def grows(x):
+        model.seen.resize_(3)
+        return x
+
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        cgpass.explain(grows, X)
+    assert model.weight.grad is gradient
+
+
 def test_lazy_modules_are_initialised():
     model = nn.Sequential(nn.LazyLinear(4), nn.GELU())
     cgpass.explain(torch.compiler.disable(model), X)
@@ -589,6 +604,9 @@ def test_arguments_without_a_function_are_refused():
         cgpass.explain(None, X)
     with pytest.raises(InputError, match="need a function first"):
         cgpass.explain(model=Model(), x=X)
+    for setting in ({"compare": True}, {"training": False}, {"options": {"driver": "none"}}):
+        with pytest.raises(InputError, match="need a function first"):
+            cgpass.explain(**setting)
     with pytest.raises(InputError, match="takes a module or function, got a Tensor"):
         cgpass.explain(X, Model())
     with pytest.raises(OptionError):

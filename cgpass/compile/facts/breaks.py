@@ -40,9 +40,9 @@ _KNOWN: Final = (
         "choose between both results on the device: torch.where, or torch.cond for more than that",
     ),
     (
-        r"builtin operator `print`",
-        "print can't be traced",
-        "print after the call, or torch._dynamo.config.reorderable_logging_functions.add(print)",
+        r"builtin operator `(print)`|_(warnings\.warn)`",
+        r"\1\2 can't be traced",
+        r"call it outside, or torch._dynamo.config.reorderable_logging_functions.add(\1\2)",
     ),
     (
         r"logging\.Logger|[Ll]ogger",
@@ -55,11 +55,6 @@ _KNOWN: Final = (
         "comprehension_graph_break",
         "a graph break in a comprehension",
         "take what breaks the graph out of the comprehension",
-    ),
-    (
-        r"_(warnings\.warn)`",
-        r"\1 can't be traced",
-        "warn outside, or torch._dynamo.config.reorderable_logging_functions.add(warnings.warn)",
     ),
     (
         r"builtin `([^`]+?)\.?`|builtin operator `([^`]+)`|that the function `([^`]+)`",
@@ -79,7 +74,7 @@ _MODULES: Final = os.path.dirname(torch.nn.modules.__file__)
 _SENTENCE: Final = re.compile(r"\. (?=[A-Z])")  # "e.g. " ends none
 _LENGTH: Final = 160
 """Of the words of torch's own that are shown."""
-_LIMIT: Final = re.compile(r"exceeding the (\w+) .*currently set to (\d+)")
+_LIMIT: Final = re.compile(r"exceeding the (\w*recompile_limit) .*currently set to (\d+)")
 _SETTING: Final = re.compile(r"torch\._dynamo\.config\.\w+ = \w+")
 _GUARD: Final = re.compile(
     r"(?:\[?\d+/\d+\]?: )?(.*?)(?: +# (.*?) *# (\S+):(\d+) in (\S+).*| {2,}# .*)?(?: *\(HINT: .*\))?\s*$"
@@ -120,7 +115,7 @@ def reason_of(text: str, line: str | None) -> Reason:
     fix = textwrap.shorten(fix, _LENGTH) or "TORCH_LOGS=graph_breaks shows more"
     for pattern, cause, remedy in _KNOWN:
         if found := re.search(pattern, text):
-            detail, fix = found.expand(cause), remedy
+            detail, fix = found.expand(cause), found.expand(remedy)
             break
     operator = _OPERATOR.search(text)
     if operator is not None and operator[2] in op_tables.OPERATOR_FIXES:
@@ -182,7 +177,7 @@ def _cut_short(frame: Any) -> Reason:
         mine = threading.get_ident()
         noted = [each for each in torch_private.graph_breaks() if each.thread == mine]
         if noted and noted[-1].function[::2] == (frame.filename, frame.name):
-            text, frame = noted[-1].text, noted[-1].line or frame
+            text, frame = noted[-1].text, (frame, *noted[-1].stack)[-1]
     return given_up(text, _line(frame), rest)
 
 
@@ -195,8 +190,8 @@ def _line(frame: Any) -> str | None:
 
 def graph_breaks(
     before: Collection[torch_private.GraphBreak], graphs: Sequence[GraphSummary]
-) -> tuple[list[Reason], list[Reason]]:
-    """Graph breaks that were met, and those among them behind which torch left something to eager; each once.
+) -> list[Reason]:
+    """Graph breaks that were met, each once; behind those with a `rest` torch left that to eager.
 
     Those that graphs end at, those noted since `before`, and of earlier ones those of functions that ran. Libraries that
     run in eager anyway, as what logs or shows progress, have breaks of their own: they are left out.
@@ -216,8 +211,7 @@ def graph_breaks(
     every: dict[Any, Reason] = {}
     for reason in found:
         every.setdefault((place_of(reason.line) or reason, reason.rest), reason)
-    left = [each for each in every.values() if each.rest is not None]
-    return [each for each in every.values() if each.rest is None], left
+    return list(every.values())
 
 
 def left_to_eager(before: Sequence[Any]) -> list[Reason]:
@@ -275,24 +269,20 @@ def _last(notes: Iterable[Any]) -> dict[Function, Any]:
         frame = torch_private.function_of(each.compile_id)
         if each.co_name is not None:
             functions[frame] = each.co_filename, each.co_firstlineno, each.co_name
-        elif not _is_at_limit(each):  # a backward's
+        elif not _LIMIT.search(each.fail_reason or ""):  # a backward's
             continue
         last[functions.get(frame, (frame,))] = each
     return last
 
 
-def _is_at_limit(compilation: Any) -> bool:
-    return "recompile limit exceeded" in (compilation.fail_reason or "")
-
-
 def _described(function: Function, compilation: Any) -> Reason:
     rest = _where(function)
-    if not _is_at_limit(compilation):
+    limit = _LIMIT.search(compilation.fail_reason or "")
+    if limit is None:
         file, number = compilation.fail_user_frame_filename, compilation.fail_user_frame_lineno
         frame = file and traceback.FrameSummary(file, number, "")
         return given_up(compilation.fail_reason or compilation.fail_type, _line(frame), rest)
-    limit = _LIMIT.search(compilation.fail_reason)
-    option, times = limit.groups() if limit else ("recompile_limit", "so many")
+    option, times = limit.groups()
     cause, line, hint = _cause(compilation.recompile_reason or "")
     why = f"; the guard that failed last: {cause}" if cause else ""
     fix = OTHER_FIXES["recompile_limit"] + (f"; or set {hint[0]}" if hint else "")
