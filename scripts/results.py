@@ -37,6 +37,7 @@ PARTS = {
     "inference": "calls without gradients",
     "overhead": "host time",
     "step": "whole steps",
+    "depths": "whole steps by depth",
     "graphed": "graphed callables",
     "recompute": "recomputation",
     "start": "first steps",
@@ -165,7 +166,7 @@ def texts(directory: Path, readme: Path) -> dict[Path, str]:
                 wanted[directory / f"{part}-{where}.md"] = report.render(data)
         if "bench" in results:
             wanted[directory / f"steps-{where}.svg"] = report.plot(results["bench"])
-        if "step" in results and (curves := report.curves(results["step"])):
+        if "depths" in results and (curves := report.curves(results["depths"])):
             wanted[directory / f"depths-{where}.svg"] = curves
     last = max((r["bench"]["meta"]["time"], where) for where, r in found.items() if "bench" in r)[1]
     wanted[readme] = with_table(readme.read_text(), "measured", readme_section(found[last], last))
