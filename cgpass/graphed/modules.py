@@ -5,10 +5,9 @@ import copyreg
 import functools
 import operator
 import re
-import threading
 import weakref
 from array import array
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ from cgpass import torch_private
 from cgpass.errors import GraphedArgumentError
 from cgpass.runtime import fast
 from cgpass.runtime.inputs import check_tensor
-from cgpass.runtime.writes import has_place
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
 _REFUSED = {
@@ -284,76 +282,6 @@ class Statics:
         """Have modules hold tensors, one for each name."""
         for holder, key, tensor in zip(self._dicts, self._keys, tensors, strict=True):
             holder[key] = tensor
-
-
-class FirstValues:
-    """Values of tensors that modules get while something first runs, as they are when modules get them.
-
-    The first run makes a tensor, may then initialize it, and may write to it as every run does. Only the last is to be
-    undone: where the next run writes as often as the first did, what the first wrote was no initialization.
-    """
-
-    def __init__(self) -> None:
-        self._found: dict[int, tuple[torch.Tensor, torch.Tensor, int, bytes]] = {}
-
-    @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
-        """A block in which they are noted, of this thread alone."""
-        _hook_registrations()
-        before, _noting.values = _noting.values, self
-        try:
-            yield
-        finally:
-            _noting.values = before
-
-    def note(self, given: Any) -> None:
-        """Note a tensor, or those of a module: a constructor may initialize what it registered."""
-        tensors = [given]
-        if isinstance(given, torch.nn.Module):
-            tensors = [*given.parameters(), *given.buffers()]
-        elif id(given) in self._found:  # self.count += 1
-            return
-        for tensor in tensors:
-            if has_place(tensor) and not tensor.is_inference():
-                value = tensor.detach().clone(), tensor._version, fast.layouts([tensor])
-                self._found[id(tensor)] = tensor, *value
-
-    def restore(
-        self,
-        tensors: Sequence[torch.Tensor],
-        copies: Sequence[torch.Tensor],
-        counts: Sequence[int],
-    ) -> None:
-        """Undo what the first run wrote to tensors. The next one ran on copies, to which it wrote some times."""
-        total = Counter[int]()  # views of one tensor count together
-        for tensor, count in zip(tensors, counts, strict=True):
-            total[tensor.untyped_storage()._cdata] += count
-        for tensor, copy, count in zip(tensors, copies, counts, strict=True):
-            if id(tensor) in self._found:
-                _, value, version, place = self._found.pop(id(tensor))
-                is_written = count or not torch.equal(copy, tensor)  # or through `.data`
-                is_once = tensor._version - version == total[tensor.untyped_storage()._cdata]
-                if is_written and is_once and fast.layouts([tensor]) == place:
-                    tensor.data.copy_(value)
-
-
-class _Noting(threading.local):
-    values: FirstValues | None = None
-
-
-_noting = _Noting()
-
-
-@functools.cache
-def _hook_registrations() -> None:
-    """Have `FirstValues` told. For good: other threads may be going through torch's hooks when one is removed."""
-
-    def note(module: torch.nn.Module, name: str, given: Any) -> None:
-        if not torch.compiler.is_compiling() and _noting.values is not None:
-            _noting.values.note(given)
-
-    for kind in ("buffer", "parameter", "module"):
-        getattr(torch.nn.modules.module, f"register_module_{kind}_registration_hook")(note)
 
 
 def _named(modules: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:

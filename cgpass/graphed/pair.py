@@ -26,7 +26,6 @@ from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.errors import CaptureError, CGPassError, GraphedBackwardError, StaticInputMovedError
 from cgpass.graphed.binding import Structure, firsts
 from cgpass.graphed.differentiated import Differentiated
-from cgpass.graphed.modules import FirstValues
 from cgpass.options import current_defaults
 from cgpass.recompute.states import CheckpointStates
 from cgpass.runtime import fast
@@ -98,27 +97,19 @@ class Pair:
 
     def warm_up(self, iterations: int) -> None:
         """Run forward and backward on copies, and note what they do."""
-        d, owner, number, most = self.description, self._owner, 0, iterations
+        d, owner, number = self.description, self._owner, 0
 
         def run(fn: Any, args: list[Any], kinds: list[InputKind], what: str) -> Any:
             return owner.warm_up(fn, args)
 
-        if not d.statics.unchanged():  # by a callable that was warmed up before
-            d.find_statics()
-        first_values = FirstValues()
         while number < iterations:
             number += 1
-            with first_values.noted():
-                copies = self._forward(run, _copies)
-                self._backward(run)
+            self._forward(run, _copies)
+            self._backward(run)
             d.stats.warmups += 1
-            members, stand_ins = d.statics.distinct(), self.graph.leaves[len(d.binding.samples) :]
-            first_values.restore(members, copies, [t._version for t in stand_ins])
             if not d.statics.unchanged():  # by a first call
                 d.find_statics()
-                tied = dict(zip(map(id, stand_ins), members, strict=True))
-                d.statics.put([tied.get(id(t), t) for t in d.statics.now()])
-                iterations = max(iterations, min(number, most) + 1)
+                iterations = max(iterations, 2)
         del self.graph  # which holds arguments
 
     def record_forward(self) -> None:
@@ -134,8 +125,8 @@ class Pair:
         """
         return self._backward(self._record)
 
-    def _forward(self, execute: Execute, placed: Callable[[list[Any]], list[Any]]) -> list[Any]:
-        """Run the forward on arguments and members, as they are `placed`; returns the members."""
+    def _forward(self, execute: Execute, placed: Callable[[list[Any]], list[Any]]) -> None:
+        """Run the forward on arguments and members, as they are `placed`."""
         d, warms_up = self.description, placed is _copies
         samples = placed(d.binding.samples)
         arguments = d.binding.call(samples, self.flags)
@@ -168,7 +159,6 @@ class Pair:
         if not warms_up:
             self._sort(len(results), saved)
         d.run_hook("forward", *arguments, self.structure.build(results))
-        return members
 
     def _sort(self, first: int, saved: Sequence[Any]) -> None:
         """Derive the work of each call from what was recorded, while parameters and buffers are where they were read."""
