@@ -29,7 +29,9 @@ def verdict(report: Facts, least: float) -> tuple[bool, str]:
     if work:
         which = "code ran after its" if report.left_to_eager else "functions ran after their"
         ran = f"{many(work, 'operator')} that compiled {which} warm-ups"
-        said.append(f"{share(done, work)} of the {ran} were captured")
+        said.append(
+            f"{share(done * 1000 // work, 1000)} of the {ran} were captured"
+        )  # less, not more
     if steps:
         later = f"{many(steps, 'training step')} after first ones"
         said.append(f"{share(whole, steps)} of {later} were one graph")

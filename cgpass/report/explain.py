@@ -205,6 +205,9 @@ def _put_back(stack: contextlib.ExitStack, tensors: Sequence[Any], values: Seque
             todo += each.state, each.param_groups
         elif isinstance(each, torch.amp.GradScaler):
             stack.callback(each.load_state_dict, each.state_dict())
+            stages = vars(each).get("_per_optimizer_states", {})  # which optimizers it has unscaled
+            stack.callback(setattr, each, "_per_optimizer_states", stages)
+            todo.append(stages)
     for each in todo:  # and what is added meanwhile
         if id(each) not in seen and not callable(each) and not isinstance(each, types.ModuleType):
             seen.add(id(each))

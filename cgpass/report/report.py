@@ -139,7 +139,7 @@ def _decoded(kind: Any, value: Any) -> Any:
         return None if value is None else _decoded(args[0], value)
     if origin is tuple:
         return tuple(_decoded(args[0], each) for each in value)
-    return value
+    return dict(value) if origin is dict else value
 
 
 # ---- what changed

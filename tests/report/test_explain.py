@@ -515,6 +515,26 @@ def test_what_a_training_step_changes_is_put_back():
     assert scaler.get_scale() == 4.0
 
 
+def test_what_was_unscaled_before_is_not_unscaled_again():
+    model, scaler = nn.Linear(8, 1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.ones(2, 8)
+
+    @torch.compiler.disable
+    def step(x):
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    scaler.scale(model(x).square().mean()).backward()
+    scaler.unscale_(optimizer)
+    wanted = [p.detach() - 0.1 * p.grad for p in model.parameters()]
+    cgpass.explain(step, x)
+    scaler.step(optimizer)
+    torch.testing.assert_close([p.detach() for p in model.parameters()], wanted)
+
+
 def test_a_step_that_accumulates_goes_on_where_it_was():
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -87,6 +87,7 @@ def test_of_many_recordings_the_oldest_are_not_noted():
         ({"schema": SCHEMA}, "the report is damaged: it lacks unfinished, cgpass, torch, "),
         ({**sample().to_dict(), "nothing": 1}, "the report is damaged"),
         ({**sample().to_dict(), "graphs": [3]}, "the report is damaged"),
+        ({**sample().to_dict(), "counters": 3}, "the report is damaged"),
     ],
 )
 def test_what_is_no_report(data, message):
