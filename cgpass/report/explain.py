@@ -173,6 +173,8 @@ def _differentiated(result: Any) -> list[torch.Tensor]:
 def _reached(value: Any, depth: int = 2) -> Iterator[Any]:
     """Yield a value, what it names, holds or is bound to, and what these do: a loop's step names a helper, and that the model."""
     yield from value.modules() if isinstance(value, torch.nn.Module) else (value,)
+    if isinstance(value, types.MethodType):  # an optimizer's step, compiled or not
+        yield from _reached(value.__self__, 0)
     if not depth or isinstance(value, torch.nn.Module | torch.Tensor | types.ModuleType):
         return
     found = [*getattr(value, "__dict__", {}).values()]
@@ -205,9 +207,10 @@ def _put_back(stack: contextlib.ExitStack, tensors: Sequence[Any], values: Seque
             todo += each.state, each.param_groups
         elif isinstance(each, torch.amp.GradScaler):
             stack.callback(each.load_state_dict, each.state_dict())
-            stages = vars(each).get("_per_optimizer_states", {})  # which optimizers it has unscaled
-            stack.callback(setattr, each, "_per_optimizer_states", stages)
-            todo.append(stages)
+            stages = vars(each).get("_per_optimizer_states")  # which optimizers it has unscaled
+            if stages is not None:  # it is enabled
+                stack.callback(setattr, each, "_per_optimizer_states", stages)
+                todo.append(stages)
     for each in todo:  # and what is added meanwhile
         if id(each) not in seen and not callable(each) and not isinstance(each, types.ModuleType):
             seen.add(id(each))

@@ -470,6 +470,22 @@ def test_a_compiled_optimizer_stays_recorded(make):
             step(X)
 
 
+def test_a_compiled_step_alone_names_its_optimizer():
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    update = torch.compile(optimizer.step, backend="cgpass")
+
+    def step(x):
+        model(x).square().mean().backward()
+        update()
+
+    step(X)
+    kept = [state["momentum_buffer"].clone() for state in optimizer.state.values()]
+    cgpass.explain(step, X)
+    found = [state["momentum_buffer"] for state in optimizer.state.values()]
+    assert all(map(torch.equal, found, kept))
+
+
 @torch.inference_mode()
 def of_inference():
     return torch.zeros(2)
