@@ -111,7 +111,7 @@ class CUDAGraphWrapper:
         device = _device_of(args) or _device_of(pytree.tree_leaves(args))
         driver = self._options.driver
         if driver == "none" or device is None or (driver == "auto" and device.type != "cuda"):
-            if args and driver != "none":
+            if args and driver != "none" and not self._warned:
                 self._say_why_plain(device)
             with torch.no_grad():
                 return self._fn(*args)
@@ -143,7 +143,7 @@ class CUDAGraphWrapper:
                 f"inputs are on {device}, so calls run without a graph. Move them to CUDA, or simulate graphs on the CPU "
                 'with driver="simulated".'
             )
-        warns = self._options.on_skip == "warn" and not self._warned
+        warns = self._options.on_skip == "warn"
         self._warned = True
         log.log(logging.WARNING if warns else logging.DEBUG, "%s: %s", self._name, why)
 
