@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cgpass import torch_private
-from cgpass.errors import CaptureError
+from cgpass.errors import CaptureError, GraphedArgumentError
 from cgpass.graphed.binding import Binding
 from cgpass.graphed.modules import Statics, Target
 from cgpass.graphed.options import GraphedOptions, Hooks, run_hook
@@ -21,6 +21,10 @@ from cgpass.runtime.owner import Owner
 from cgpass.telemetry import new_call_stats
 
 log = logging.getLogger(__name__)
+
+_SPENT = "it was recorded again more often than max_rerecords, or parameters are computed"
+_REFUSALS = CaptureError, GraphedArgumentError, torch.OutOfMemoryError
+"""What a recording in the middle of a training raises where the call itself can run."""
 
 
 @contextlib.contextmanager
@@ -68,7 +72,9 @@ class GraphedFunction:
         self._target, self._owner = target, owner
         self._told: set[str] = set()
         self._pairs: dict[Key, list[Pair]] = {}
-        self._num_rerecords = 0
+        self._num_left = options.max_rerecords
+        """How often it may still be recorded."""
+        self._why_no_more = _SPENT
         self._settings = self._settings_now()
         self.find_statics()
         if owner is not None:
@@ -131,7 +137,7 @@ class GraphedFunction:
             with owner.lock:
                 owner.enter_call()
                 pair, members = self._pair(owner, flags)
-                why = "it was recorded again more often than max_rerecords, or parameters are computed"
+                why = self._why_no_more
                 if pair is not None:
                     tensors += members
                     why = pair.why_not(tensors)
@@ -155,6 +161,8 @@ class GraphedFunction:
         if torch.is_grad_enabled() and not self.with_grad:
             return "it was recorded under torch.no_grad()"
         if not self._pairs:
+            if not self._num_left:
+                return self._why_no_more
             self.find_statics()
         elif not self.statics.unchanged():
             changes = self.statics.changes()
@@ -188,17 +196,16 @@ class GraphedFunction:
 
     def _record_again(self, owner: Owner, flags: tuple[bool, ...], *, held: bool) -> bool:
         """Record for parameters elsewhere, other flags, or beside what a pending call needs; False if that can't be."""
-        statics, again = self.statics, bool(self._pairs)
-        if again:
-            # Parameters that are computed in each call (functional_call) lie elsewhere each time.
-            is_computed = any(t.grad_fn is not None for t in statics.now())
-            if self._num_rerecords >= self.options.max_rerecords or is_computed:
-                return False
-            self._num_rerecords += 1
+        statics = self.statics
+        # Parameters that are computed in each call (functional_call) lie elsewhere each time.
+        if not self._num_left or any(t.grad_fn is not None for t in statics.now()):
+            return False
+        self._num_left -= 1
+        if self._pairs:
             self.stats.rerecordings += 1
             why = "tensors kept beside autograd wait for their backward"
             why = why if held else "parameters or buffers moved, or flags changed"
-            log.info("%s records again (%d): %s", self.name, self._num_rerecords, why)
+            log.info("%s records again (%d): %s", self.name, self.stats.rerecordings, why)
         pair = Pair(self, owner, flags)
         owner.driver.prepare_thread()
         hooked = statics.left_in_place() if self.hooks else contextlib.nullcontext()
@@ -209,10 +216,9 @@ class GraphedFunction:
                 pair.record_backward()
         except BaseException as error:
             pair.close()
-            if not again or not isinstance(error, CaptureError):
+            if not isinstance(error, _REFUSALS):
                 raise
-            self.tell(f"runs without a graph: {str(error).rstrip('.')}.")
-            self._num_rerecords = self.options.max_rerecords
+            self._num_left, self._why_no_more = 0, str(error).strip().rstrip(".")
             return False
         self.add(pair)
         return True
@@ -226,7 +232,7 @@ class GraphedFunction:
 
     def _free(self) -> None:
         self._close_pairs()
-        self._num_rerecords = 0
+        self._num_left, self._why_no_more = self.options.max_rerecords + 1, _SPENT
         self._told.clear()
 
     def reset(self) -> None:

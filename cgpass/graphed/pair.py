@@ -109,7 +109,6 @@ class Pair:
             d.stats.warmups += 1
             if not d.statics.unchanged():  # by a first call
                 d.find_statics()
-                iterations = max(iterations, 2)
         del self.graph  # which holds arguments
 
     def record_forward(self) -> None:

@@ -230,6 +230,52 @@ def test_what_can_not_be_recorded_again_runs_without_a_graph(setting, caplog):
     assert graphed.stats.plain_calls == 2
 
 
+class Changing(torch.nn.Linear):
+    """Does from some call on what no recording takes."""
+
+    refused = ""
+
+    def forward(self, x):
+        y = super().forward(x)
+        if self.refused == "assigns":
+            self.bias = torch.nn.Parameter(self.bias.detach().clone())
+        if self.refused == "reads":
+            float(y.detach().sum())
+        return (y, object()) if self.refused == "returns" else y
+
+
+@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize("refused", ["assigns", "reads", "returns"])
+def test_a_refusal_in_a_training_runs_without_a_graph(setting, caplog, refused, resets):
+    module = setting.module(Changing(8, 8))
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    same(graphed(x := setting.randn(4, 8)), module(x))
+    graphed.refused = refused
+    home, graphed.weight.data = graphed.weight.data, graphed.weight.data.clone()
+    if resets:
+        graphed.graphed.reset()
+    for n in range(1, 3):
+        found = graphed(x := setting.randn(4, 8))
+        found = found[0] if refused == "returns" else found
+        same(found, torch.nn.functional.linear(x, graphed.weight, graphed.bias))
+        found.sum().backward()
+        assert graphed.graphed.stats.plain_calls == n
+    why = {
+        "assigns": "bias anew",
+        "reads": "can't be captured, at test_failures",
+        "returns": "a object that",
+    }
+    assert caplog.text.count("runs without a graph: make_graphed_callables") == 1
+    assert why[refused] in caplog.text
+    graphed.refused, graphed.weight.data = "", home
+    graphed.graphed.reset()
+    same(
+        graphed(x := setting.randn(4, 8)),
+        torch.nn.functional.linear(x, graphed.weight, graphed.bias),
+    )
+    assert graphed.graphed.stats.plain_calls == 2
+
+
 @pytest.mark.parametrize("at", [0, 1])
 def test_an_interrupted_recording_leaves_modules_as_they_were(setting, monkeypatch, at):
     module, x = setting.module(torch.nn.Linear(4, 4)), setting.randn(2, 4)

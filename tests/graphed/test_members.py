@@ -94,7 +94,11 @@ class Lazily(torch.nn.Module):
 
 def test_what_the_first_call_makes(setting):
     module = Lazily().to(setting.device)
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),), num_warmup_iters=1)
+    before = []
+    hooks = [{"pre_forward": lambda *args: before.append(args)}]
+    sample = (setting.randn(4, 8, grad=True),)
+    graphed = setting.graphed(module, sample, num_warmup_iters=1, capture_time_hooks=hooks)
+    assert len(before) == 2
     plain = Lazily().to(setting.device)
     plain(setting.randn(4, 8))
     plain.load_state_dict(module.state_dict())
