@@ -171,7 +171,7 @@ def _from_environment() -> dict[str, Any]:
             continue
         name = variable.removeprefix(ENV_PREFIX).lower()
         if name in _SPECS:
-            found[name] = _from_text(variable, name, os.environ[variable])
+            found[name] = from_text(variable, name, os.environ[variable])
         elif near := nearest(name, _SPECS, cutoff=0.75):  # RUN is no misspelt RNG
             raise OptionError(
                 f"cgpass: environment variable {variable} is not an option; "
@@ -194,7 +194,12 @@ def _warn_of(unknown: str) -> None:
     )
 
 
-def _from_text(variable: str, name: str, text: str) -> Any:
+def from_text(variable: str, name: str, text: str) -> Any:
+    """Return the value of an option that an environment variable gives.
+
+    Raises:
+        OptionError: A bad value.
+    """
     value: Any = text.strip()
     try:
         if "at_least" in _SPECS[name].metadata:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
+from torch.utils import collect_env
 
 from cgpass import telemetry
 from cgpass.backend import cgpass
 from cgpass.errors import OptionError
-from cgpass.options import ENV_PREFIX, SCRIPTS_OWN, Options, nearest
+from cgpass.options import ENV_PREFIX, SCRIPTS_OWN, Options, from_text, nearest
 from cgpass.report.text import wrapped
 from cgpass.runtime import native
 from cgpass.version import VERSION
@@ -55,7 +56,8 @@ def _torch() -> Iterator[Finding]:
         yield "backend", said, ""
     devices = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
     found = ", ".join(devices) or 'no device: driver="simulated" imitates graphs, for tests alone'
-    yield "driver", f"CUDA {torch.version.cuda or 'is not in this torch'}, {found}", ""
+    version = collect_env.get_nvidia_driver_version(collect_env.run) or "not found"
+    yield "driver", f"{version}, CUDA {torch.version.cuda or 'none'} in torch, {found}", ""
 
 
 def _compiler() -> Iterator[Finding]:
@@ -79,20 +81,28 @@ def _native() -> Iterator[Finding]:
 
 
 def _environment() -> Iterator[Finding]:
-    known = {each.name: f"{ENV_PREFIX}{each.name.upper()}" for each in dataclasses.fields(Options)}
+    known = {f"{ENV_PREFIX}{each.name.upper()}": each.name for each in dataclasses.fields(Options)}
     for name, value in sorted(os.environ.items()):
-        if name in _ENVIRONMENT or name in known.values():
-            fix = "" if value in ("", "0") else _ENVIRONMENT.get(name, "")
-            yield f"{name}={value}", "is set", fix
+        said, fix = "is set", ""
+        if name in known:
+            try:
+                from_text(name, known[name], value)
+            except OptionError as error:
+                said = str(error).partition(f"{name} ")[2].partition(";")[0].rstrip(".")
+                fix = "Change or unset it"
+        elif name in _ENVIRONMENT:
+            fix = "" if value in ("", "0") else _ENVIRONMENT[name]
         elif name.startswith(ENV_PREFIX) and name not in SCRIPTS_OWN:
-            near = known.get(nearest(name.removeprefix(ENV_PREFIX), known) or "")
-            fix = f"Did you mean {near}?" if near else f"Set one of {', '.join(known.values())}"
-            yield f"{name}={value}", "cgpass knows no such variable", fix
-    try:
-        Options.parse(None)
-    except ValueError as error:
-        if "is not an option" not in str(error):  # told of above
-            yield "options", str(error).rstrip("."), "Set CGPASS_ variables to what Options takes"
+            near = nearest(name.removeprefix(ENV_PREFIX), known.values())
+            said = "cgpass knows no such variable"
+            fix = (
+                f"Did you mean {ENV_PREFIX}{near.upper()}?"
+                if near
+                else f"Set one of {', '.join(known)}"
+            )
+        else:
+            continue
+        yield f"{name}={value}", said, fix
 
 
 def _tiny_graph() -> Iterator[Finding]:

@@ -97,8 +97,7 @@ def explain(
         if args or kwargs or options or compare or optimizer is not None or not training:
             raise InputError("cgpass.explain: arguments need a function first, got None")
         return watch.watched()
-    if not callable(fn):
-        raise InputError(f"cgpass.explain takes a module or function, got a {type(fn).__name__}")
+    _check(fn, optimizer)
     args, kwargs = _spread(args, kwargs)
     given = [fn, inspect.unwrap(fn), *pytree.tree_leaves((args, kwargs, optimizer))]
     values = [value for each in given for value in _reached(each)]
@@ -138,6 +137,15 @@ def explain(
         if compare and report.device != watch.SIMULATED:
             report.ms, report.plain_ms = watch.compared(call)
         return report
+
+
+def _check(fn: Any, optimizer: Any) -> None:
+    if not callable(fn):
+        raise InputError(f"cgpass.explain takes a module or function, got a {type(fn).__name__}")
+    found = [value for each in pytree.tree_leaves(optimizer) for value in _reached(each)]
+    if optimizer is not None and not any(isinstance(v, torch.optim.Optimizer) for v in found):
+        got = type(optimizer).__name__
+        raise InputError(f"cgpass.explain: optimizer= takes an optimizer, got a {got}")
 
 
 def _call(run: Callable[[], Any], training: bool, tensors: Sequence[torch.Tensor]) -> None:

@@ -73,7 +73,7 @@ class Report(Facts):
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ReportError(f"{path} can't be read: {error.strerror}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ReportError(f"{path} is not JSON: {error}") from error
         return cls.from_dict(data)
 
@@ -134,12 +134,16 @@ def _decoded(kind: Any, value: Any) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         hints = typing.get_type_hints(kind)
-        return kind(**{name: _decoded(hints.get(name), each) for name, each in value.items()})
+        return kind(**{n: _decoded(hints.get(n, object), v) for n, v in value.items()})
     if origin is types.UnionType:  # of one type and None
         return None if value is None else _decoded(args[0], value)
     if origin is tuple:
         return tuple(_decoded(args[0], each) for each in value)
-    return dict(value) if origin is dict else value
+    if origin is dict:
+        return {name: _decoded(args[1], each) for name, each in value.items()}
+    if not isinstance(value, (float, int) if kind is float else kind):
+        raise TypeError(f"{value!r} instead of a value of type {kind.__name__}")
+    return value
 
 
 # ---- what changed

@@ -25,7 +25,7 @@ OTHER_FIXES: Final = {
     "no_native_code": "install g++ or clang++, or set CXX to a compiler; python -m cgpass build shows its output",
     "outer_capture": "leave it: your own graph captures it",
     "passing": "leave it, unless it keeps happening: a capture failed once",
-    "new_tensor": "write into it in place (copy_) instead of replacing it",
+    "new_tensor": "write into it in place (copy_) instead of replacing it, unless modules share the code",
     "new_shape": "pad inputs to a few sizes, and pass a number that changes as a 0-dim tensor on the device",
     "graph_break": "follow torch's hint in the report; TORCH_LOGS=graph_breaks shows more",
     "recompiled": "keep dtypes, sizes, Python values and modes (autocast, no_grad) the same in every call; a few of each "

@@ -211,10 +211,12 @@ def test_the_doctor_names_what_is_wrong_and_what_to_do(monkeypatch, capsys):
     monkeypatch.setattr(doctor.os, "access", lambda *_: False)
     found = [*doctor._environment(), *doctor._compiler(), *doctor._native()]
     sick = {what: fix for what, _, fix in found if fix}
+    told = {what: said for what, said, _ in found}
     assert "unset it" in sick["TORCHDYNAMO_DISABLE=1"]
     assert sick["C++ compiler"].startswith("Install g++ or clang++")
     assert sick["cache of native code"] == "Set XDG_CACHE_HOME to a folder that can be written"
-    assert sick["options"]
+    assert told["CGPASS_MAX_RECORDINGS=none"] == "must be an int >= 1, got 'none' (str)"
+    assert sick["CGPASS_MAX_RECORDINGS=none"] == "Change or unset it"
     assert command.main(["doctor"]) == 1
     said = capsys.readouterr().out
     assert "!! a tiny graph" in said

@@ -643,6 +643,8 @@ def test_arguments_without_a_function_are_refused():
     for setting in ({"compare": True}, {"training": False}, {"options": {"driver": "none"}}):
         with pytest.raises(InputError, match="need a function first"):
             cgpass.explain(**setting)
+    with pytest.raises(InputError, match="optimizer= takes an optimizer, got a int"):
+        cgpass.explain(Model(), X, optimizer=3)
     with pytest.raises(InputError, match="takes a module or function, got a Tensor"):
         cgpass.explain(X, Model())
     with pytest.raises(OptionError):

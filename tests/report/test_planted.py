@@ -145,7 +145,7 @@ PLANTED = {
         moves,
         Moved.forward,
         "weight (32 B): moved, so each call that finds it at a new place copies it [moved]",
-        "write into it in place (copy_) instead of replacing it",
+        "write into it in place (copy_) instead of replacing it, unless modules share the code",
     ),
     "two sizes": (
         lambda: calls(chain_of_two, X, X[:6], times=8),
@@ -204,7 +204,7 @@ PLANTED = {
         steps,
         steps,
         "1 recording: moved: self.param_groups[0]['params'][0] (float32[8]) [moved]",
-        "write into it in place (copy_) instead of replacing it",
+        "write into it in place (copy_) instead of replacing it, unless modules share the code",
     ),
     "graph break in a loop": (
         lambda: calls(loop, X),

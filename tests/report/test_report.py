@@ -88,6 +88,11 @@ def test_of_many_recordings_the_oldest_are_not_noted():
         ({**sample().to_dict(), "nothing": 1}, "the report is damaged"),
         ({**sample().to_dict(), "graphs": [3]}, "the report is damaged"),
         ({**sample().to_dict(), "counters": 3}, "the report is damaged"),
+        (
+            {**sample().to_dict(), "counters": {"replays": "3"}},
+            "'3' instead of a value of type int",
+        ),
+        ({**sample().to_dict(), "device": 7}, "the report is damaged: 7 instead of"),
     ],
 )
 def test_what_is_no_report(data, message):
@@ -97,7 +102,12 @@ def test_what_is_no_report(data, message):
 
 def test_files_that_are_no_reports(tmp_path, capsys):
     path = tmp_path / "r.json"
-    for text, message in [(None, "can't be read"), ("{", "is not JSON"), ("[]", "is not a report")]:
+    for text, message in [
+        (None, "can't be read"),
+        ("{", "is not JSON"),
+        ("[" * 99999, "is not JSON"),
+        ("[]", "is not a report"),
+    ]:
         if text is not None:
             path.write_text(text)
         assert command.main(["report", str(path)]) == 2
@@ -189,7 +199,10 @@ def test_parameters_that_moved_at_one_line_are_one_finding():
     (found,) = [each for each in findings(report) if each.line == "a.py:1 in f"]
     assert found.op.startswith("layers.0.weight (2.0 KiB), layers.1.weight (2.0 KiB), ")
     assert found.op.endswith(", layers.11.weight (2.0 KiB), and 2 more")
-    assert found.fix == "write into it in place (copy_) instead of replacing it"
+    assert (
+        found.fix
+        == "write into it in place (copy_) instead of replacing it, unless modules share the code"
+    )
     assert "a.py:1 in f layers.0.weight" in joined(report)
 
 

@@ -339,7 +339,7 @@ def test_what_is_too_large_to_be_copied_is_named_once_and_no_warm_up_for_ever(ca
     assert warned(static, moved()) == [
         (
             f"{said} each had x1 (float32[2], read at model.py:1 in forward: code) at a new address, and they are too large to be "
-            f"copied {limit} Write into it in place (copy_) instead of replacing it."
+            f"copied {limit} Write into it in place (copy_) instead of replacing it, unless modules share the code."
         )
     ]
     assert (counts(saved), counts(static)) == ((2, 0, 0, 3), (3, 1, 1, 3))
