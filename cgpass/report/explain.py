@@ -142,10 +142,8 @@ def explain(
 def _check(fn: Any, optimizer: Any) -> None:
     if not callable(fn):
         raise InputError(f"cgpass.explain takes a module or function, got a {type(fn).__name__}")
-    found = [value for each in pytree.tree_leaves(optimizer) for value in _reached(each)]
-    if optimizer is not None and not any(isinstance(v, torch.optim.Optimizer) for v in found):
-        got = type(optimizer).__name__
-        raise InputError(f"cgpass.explain: optimizer= takes an optimizer, got a {got}")
+    if not all(each is None or hasattr(each, "step") for each in pytree.tree_leaves(optimizer)):
+        raise InputError(f"cgpass.explain: optimizer= takes an optimizer, got {optimizer!r}")
 
 
 def _call(run: Callable[[], Any], training: bool, tensors: Sequence[torch.Tensor]) -> None:

@@ -643,7 +643,7 @@ def test_arguments_without_a_function_are_refused():
     for setting in ({"compare": True}, {"training": False}, {"options": {"driver": "none"}}):
         with pytest.raises(InputError, match="need a function first"):
             cgpass.explain(**setting)
-    with pytest.raises(InputError, match="optimizer= takes an optimizer, got a int"):
+    with pytest.raises(InputError, match="optimizer= takes an optimizer, got 3"):
         cgpass.explain(Model(), X, optimizer=3)
     with pytest.raises(InputError, match="takes a module or function, got a Tensor"):
         cgpass.explain(X, Model())
