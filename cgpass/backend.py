@@ -129,6 +129,15 @@ def _check_names(options: Options) -> None:
             log.warning("unsafe_ops names %s, but no such operator is registered%s", name, hint)
 
 
+def _name_calls(gm: fx.GraphModule) -> None:
+    """Have `names_behind` find what modules of torch's call: Dynamo notes the module's class in place of the function."""
+    for graph in (each.graph for each in gm.modules() if isinstance(each, fx.GraphModule)):
+        for node in graph.nodes:
+            if node.op in ("call_function", "call_method"):
+                stack = node.meta.get("source_fn_stack", ())
+                node.meta["source_fn_stack"] = [*stack, (node.name, node.target)]
+
+
 def reset() -> None:
     """Free every recording of this process; `torch.compiler.reset()` calls it too.
 
@@ -199,6 +208,8 @@ class Compilation:
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Hand the graph to AOTAutograd with our split and our compilers."""
         told = progress.shown(f"compiling {self._source.place or 'a graph'}", self.options.progress)
+        if self.options.unsafe_ops:
+            _name_calls(gm)
         watched = formulas.watched(gm, self._formulas)
         with told, watched, torch_private.double_backwards_raise(DoubleBackwardError):
             if self.options.compiler == "eager":

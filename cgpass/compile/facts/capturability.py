@@ -181,7 +181,11 @@ def _names_of_call(target: object) -> frozenset[str]:
     if module == "_operator":
         name = _IN_PLACE.get(name, name)
     is_aten = module.split(".")[0] in ("torch", "_operator") and hasattr(torch.ops.aten, name)
-    return frozenset({f"aten::{name}"}) if is_aten else frozenset()
+    # the overload is not known, so each of them is named
+    overloads = getattr(torch.ops.aten, name).overloads() if is_aten else ()
+    return frozenset({f"aten::{name}"} if is_aten else ()).union(
+        f"aten::{name}.{o}" for o in overloads
+    )
 
 
 def _listed_by_user(query: _Query) -> _Found:
