@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
-from cgpass.errors import CaptureError, GraphedArgumentError
+from cgpass.errors import CGPassError, HookError, InputError
 from cgpass.graphed.binding import Binding
 from cgpass.graphed.modules import Statics, Target
 from cgpass.graphed.options import GraphedOptions, Hooks, run_hook
@@ -21,10 +22,6 @@ from cgpass.runtime.owner import Owner
 from cgpass.telemetry import new_call_stats
 
 log = logging.getLogger(__name__)
-
-_SPENT = "it was recorded again more often than max_rerecords, or parameters are computed"
-_REFUSALS = CaptureError, GraphedArgumentError, torch.OutOfMemoryError
-"""What a recording in the middle of a training raises where the call itself can run."""
 
 
 @contextlib.contextmanager
@@ -67,14 +64,16 @@ class GraphedFunction:
         """True if a backward is recorded where results require grad."""
         self.makes_weight_grads = target.backward_dw
         """What makes the gradients that the backward leaves out, of weights, by filling their `.grad`."""
-        self.due: deque[Call] = deque()
-        """Calls whose backward ran, but not yet what was split off, oldest first."""
+        self.due: deque[Call | None] = deque()
+        """Calls whose backward ran, but not yet what was split off, oldest first; None for one without a graph."""
         self._target, self._owner = target, owner
         self._told: set[str] = set()
         self._pairs: dict[Key, list[Pair]] = {}
         self._num_left = options.max_rerecords
         """How often it may still be recorded."""
-        self._why_no_more = _SPENT
+        self._refused: dict[Key, str] = {}
+        """Why nothing is recorded for some keys."""
+        self._in_hook = False
         self._settings = self._settings_now()
         self.find_statics()
         if owner is not None:
@@ -88,7 +87,9 @@ class GraphedFunction:
 
     def run_hook(self, name: str, *args: Any) -> None:
         """Run a capture-time hook."""
+        self._in_hook = True
         run_hook(self.hooks, name, self._target.given, *args)
+        self._in_hook = False
 
     def tell(self, what: str) -> None:
         """Log once what makes calls slower than they could be."""
@@ -137,14 +138,25 @@ class GraphedFunction:
             with owner.lock:
                 owner.enter_call()
                 pair, members = self._pair(owner, flags)
-                why = self._why_no_more
-                if pair is not None:
+                if isinstance(pair, str):
+                    why = pair
+                else:
                     tensors += members
                     why = pair.why_not(tensors)
                     if why is None:
                         return pair.structure.build(pair.run(tensors))
         self.note_plain(why)
-        return self.ungraphed(*args, **kwargs)
+        result = self.ungraphed(*args, **kwargs)
+        if self.makes_weight_grads is not None:
+            self._note_due(result)
+        return result
+
+    def _note_due(self, result: Any) -> None:
+        """Have the backward of a call without a graph take its turn among those that `backward_dw` completes."""
+        for each in pytree.tree_leaves(result):
+            if isinstance(each, torch.Tensor) and each.requires_grad:
+                each.register_hook(lambda _: self.due.append(None))
+                return
 
     def _settings_now(self) -> tuple[Any, ...]:
         """Return the settings around a call that a graph would freeze."""
@@ -160,10 +172,11 @@ class GraphedFunction:
             return "it was recorded under other autocast settings, or in another fork of its rng_tracker"
         if torch.is_grad_enabled() and not self.with_grad:
             return "it was recorded under torch.no_grad()"
-        if not self._pairs:
-            if not self._num_left:
-                return self._why_no_more
-            self.find_statics()
+        if not (self._pairs or self._refused):
+            try:
+                self.find_statics()
+            except InputError as error:
+                return str(error).rstrip(".")
         elif not self.statics.unchanged():
             changes = self.statics.changes()
             return f"{changes} changed since it was recorded (reset() makes it record again)"
@@ -171,21 +184,36 @@ class GraphedFunction:
 
     def _pair(
         self, owner: Owner, flags: tuple[bool, ...], *, may_record: bool = True
-    ) -> tuple[Pair | None, list[torch.Tensor]]:
-        """The pair to be replayed, and parameters and buffers as they are."""
+    ) -> tuple[Pair | str, list[torch.Tensor]]:
+        """The pair to be replayed, or why there is none; and parameters and buffers as they are."""
         try:
             now = self.statics.now()
             key = fast.layouts(now), fast.requiring_grad(now), flags
-        except (KeyError, TypeError, AttributeError):  # one was removed
-            return None, []
+        except (KeyError, TypeError, AttributeError, RuntimeError):
+            return "a parameter or buffer was removed, or is no dense tensor any more", []
         pairs = self._pairs.get(key, ())
         for pair in pairs:
             if pair.is_free():
                 return pair, pair.take(now)
-        if may_record and self._record_again(owner, flags, held=bool(pairs)):
-            # a first run may make some, and where hooks had them, this call's own may never be
-            return self._pair(owner, flags, may_record=False)
-        return None, []
+        why = self._refused.get(key) or self._why_never(now)
+        if why is None and may_record:
+            why = self._record_again(owner, flags, held=bool(pairs))
+            if why is None:
+                # a first run may make some, and where hooks had them, this call's own may never be
+                return self._pair(owner, flags, may_record=False)
+            self._refused[key] = why
+        return why or "hooks have parameters elsewhere than its calls", []
+
+    def _why_never(self, now: list[torch.Tensor]) -> str | None:
+        """Why nothing is recorded, whatever it is for; None if that may be tried."""
+        if self._num_left <= 0:
+            return "it was recorded again more often than max_rerecords"
+        if any(tensor.grad_fn is not None for tensor in now):
+            # They lie elsewhere each time.
+            return "parameters are computed in each call (functional_call)"
+        if None in self.due:
+            return "a backward without a graph still lacks its backward_dw()"
+        return None
 
     def note_plain(self, why: str) -> None:
         """Count a call that runs without a graph, and say why."""
@@ -194,12 +222,8 @@ class GraphedFunction:
 
     # ---- recording again
 
-    def _record_again(self, owner: Owner, flags: tuple[bool, ...], *, held: bool) -> bool:
-        """Record for parameters elsewhere, other flags, or beside what a pending call needs; False if that can't be."""
-        statics = self.statics
-        # Parameters that are computed in each call (functional_call) lie elsewhere each time.
-        if not self._num_left or any(t.grad_fn is not None for t in statics.now()):
-            return False
+    def _record_again(self, owner: Owner, flags: tuple[bool, ...], *, held: bool) -> str | None:
+        """Record for parameters elsewhere, other flags, or beside what a pending call needs; returns why that can't be."""
         self._num_left -= 1
         if self._pairs:
             self.stats.rerecordings += 1
@@ -208,7 +232,7 @@ class GraphedFunction:
             log.info("%s records again (%d): %s", self.name, self.stats.rerecordings, why)
         pair = Pair(self, owner, flags)
         owner.driver.prepare_thread()
-        hooked = statics.left_in_place() if self.hooks else contextlib.nullcontext()
+        hooked = self.statics.left_in_place() if self.hooks else contextlib.nullcontext()
         try:
             with hooked, prepared(self.options, owner.driver.device):
                 pair.warm_up(1)
@@ -216,12 +240,15 @@ class GraphedFunction:
                 pair.record_backward()
         except BaseException as error:
             pair.close()
-            if not isinstance(error, _REFUSALS):
+            if self._in_hook or isinstance(error, HookError) or not isinstance(error, Exception):
+                self._in_hook = False
                 raise
-            self._num_left, self._why_no_more = 0, str(error).strip().rstrip(".")
-            return False
+            # whatever it is, the call itself may run, or raise it
+            mend(open_modes)
+            kind = "" if isinstance(error, CGPassError) else f"{type(error).__name__}: "
+            return kind + (str(error).strip().splitlines() or [""])[0].rstrip(".")
         self.add(pair)
-        return True
+        return None
 
     # ---- end
 
@@ -232,7 +259,8 @@ class GraphedFunction:
 
     def _free(self) -> None:
         self._close_pairs()
-        self._num_left, self._why_no_more = self.options.max_rerecords + 1, _SPENT
+        self._num_left = self.options.max_rerecords + 1
+        self._refused.clear()
         self._told.clear()
 
     def reset(self) -> None:
@@ -255,8 +283,8 @@ class GraphedFunction:
 
         A backward that ran without a graph is the callable's own to complete.
         """
-        if self.due:
-            call = self.due.popleft()
+        call = self.due.popleft() if self.due else None
+        if call is not None:
             assert call.pair is not None
             call.pair.run_weight_grads(call)
         elif self.makes_weight_grads is not None:

@@ -22,7 +22,7 @@ import functools
 import math
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
 from cgpass.graphed.binding import like_leaf
+from cgpass.graphed.modules import Statics
 from cgpass.recompute.checkpointed import Checkpoint
 from cgpass.runtime.changes import Mode
 from cgpass.runtime.inputs import layout_of
@@ -48,6 +49,9 @@ class Differentiated:
     def __init__(self, d: "GraphedFunction", flags: tuple[bool, ...], *, warms_up: bool) -> None:
         """Describe a run. See Note [A backward with explicit saved tensors]."""
         self._d, self._flags, self._warms_up = d, flags, warms_up
+        self._statics = (
+            d.statics
+        )  # later, modules may have others, and a pending backward still has these
         self._num_inputs = len(d.binding.samples)
         self.leaves: list[torch.Tensor] = []
         """What may get a gradient: arguments, then stand-ins for parameters and buffers."""
@@ -78,8 +82,11 @@ class Differentiated:
         # with counters of their own: what an autograd function in C++ saved is not checked against copies of later calls
         places = [t.clone() if self._warms_up else t.data for t in args[:end]]
         places += [t.new_empty(0) for t in args[end:]]
-        alike = [*binding.samples, *d.statics.distinct()]
-        self.leaves = list(map(like_leaf, alike, places))
+        distinct = self._statics.distinct()
+        self.leaves = list(map(like_leaf, [*binding.samples, *distinct], places))
+        numbers = _positions(distinct)
+        self._stand_in_of = [numbers[id(tensor)] for tensor in self._statics.now()]
+        """For each name of a member, the number of its stand-in."""
         del places
         versions = [t._version for t in self.leaves]
         given, kwargs = binding.call(self.leaves[:end], self._flags)
@@ -181,7 +188,7 @@ class Differentiated:
             )
         if id(variable) in known:
             self._reached.add(known[id(variable)])
-        elif variable is not None and variable.numel() and d.statics.unchanged():
+        elif variable is not None and variable.numel() and self._statics.unchanged():
             raise d.refusal(
                 f"uses a tensor of shape {list(variable.shape)} that requires grad and is neither an argument nor read as "
                 "an attribute of its modules. Name the module that has it, as in make_graphed_callables(fn, "
@@ -264,7 +271,9 @@ class Differentiated:
         return _apart(found, taken)
 
     def _placed(self, members: Sequence[torch.Tensor]) -> "_Placed":
-        return _Placed(self._d, self.leaves[self._num_inputs :], members)
+        stand_ins = self.leaves[self._num_inputs :]
+        held = [stand_ins[n] for n in self._stand_in_of]
+        return _Placed(self._statics, self._d.refusal, held, stand_ins, members)
 
     def _no_autocast(self) -> torch.autocast:
         return torch.autocast(self._d.binding.device.type, enabled=False)
@@ -287,15 +296,16 @@ class _Placed(Mode):
 
     def __init__(
         self,
-        d: "GraphedFunction",
+        statics: Statics,
+        refusal: Callable[[str], Exception],
+        held: Sequence[torch.Tensor],
         stand_ins: Sequence[torch.Tensor],
         places: Sequence[torch.Tensor],
     ) -> None:
         super().__init__()
-        self._d, self._statics, self._stand_ins, self._places = d, d.statics, stand_ins, places
-        self._before = self._statics.now()
-        others = dict(zip(_positions(self._before), stand_ins, strict=True))
-        self._held = [others[id(tensor)] for tensor in self._before]
+        self._statics, self._refusal, self._held = statics, refusal, held
+        self._stand_ins, self._places = stand_ins, places
+        self._before = statics.held()
 
     def begin(self) -> None:
         for stand_in, place in zip(self._stand_ins, self._places, strict=True):
@@ -308,12 +318,12 @@ class _Placed(Mode):
             stand_in.data = stand_in.new_empty(0)
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        now = self._statics.now() if kind is None else self._held
+        now = self._statics.held() if kind is None else self._held
         super().__exit__(kind, *error)
         each = zip(self._statics.names, now, self._held, strict=True)
         names = [name for name, tensor, held in each if tensor is not held]
         if names:
-            raise self._d.refusal(
+            raise self._refusal(
                 f"assigns {', '.join(names)} anew when it runs, and a replay would not. Write in place, as in "
                 "self.buffer.copy_(value) or self.buffer.add_(1)"
             )

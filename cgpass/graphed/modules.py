@@ -278,10 +278,17 @@ class Statics:
                     place.copy_(value)
                 tensor.data = place
 
-    def put(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Have modules hold tensors, one for each name."""
-        for holder, key, tensor in zip(self._dicts, self._keys, tensors, strict=True):
-            holder[key] = tensor
+    def held(self) -> list[Any]:
+        """What modules hold by the names of the tensors; `...` where there is no such name any more."""
+        return [holder.get(key, ...) for holder, key in zip(self._dicts, self._keys, strict=True)]
+
+    def put(self, values: Sequence[Any]) -> None:
+        """Have modules hold values, as `held` returns them."""
+        for holder, key, value in zip(self._dicts, self._keys, values, strict=True):
+            if value is ...:
+                holder.pop(key, None)
+            else:
+                holder[key] = value
 
 
 def _named(modules: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:

@@ -23,6 +23,7 @@ import torch
 
 from cgpass import torch_private
 from cgpass.compile.facts.input_info import InputInfo, InputKind
+from cgpass.compile.facts.lines import at, is_users
 from cgpass.errors import CaptureError, CGPassError, GraphedBackwardError, StaticInputMovedError
 from cgpass.graphed.binding import Structure, firsts
 from cgpass.graphed.differentiated import Differentiated
@@ -368,6 +369,8 @@ class Pair:
                 args = [*self._saved_of(call), *call.members, *grads]
                 grads.clear()
                 found = self._run_graph(args)
+                if d.makes_weight_grads is not None:
+                    d.due.append(None)
             if call.ended:
                 call.settle()
         return found
@@ -488,8 +491,6 @@ class _Given(torch.autograd.Function):
 
 # ---- captures that fail
 
-_LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<"
-"""Where files begin that are none of the user's."""
 _MODULES = str(Path(torch.nn.__file__).parent / "modules")
 """Where those of torch's modules begin, named if the user's code has no line there, as in a Sequential."""
 
@@ -502,18 +503,21 @@ def _blamed(name: str, direction: str) -> Iterator[None]:
     except CGPassError:
         raise
     except Exception as error:
-        # of a generator of the callable's own; the driver's words
-        if not is_capture_error(error) and "not registered with the graph" not in str(error):
+        draws = "not registered with the graph" in str(error)  # of a generator; the driver's words
+        if not (draws or is_capture_error(error)):
             raise
         reason = str(error).strip().split("\n", 1)[0].rstrip(".")
         frames = traceback.extract_tb(error.__traceback__)[::-1]
-        own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+        own = [frame for frame in frames if is_users(frame.filename)]
         where = ""
-        for at in (own or [each for each in frames if each.filename.startswith(_MODULES)])[:1]:
-            line = (at.line or "").rstrip(":")
-            where = f", at {Path(at.filename).name}:{at.lineno} in {at.name}: {line}"
+        for each in (own or [frame for frame in frames if frame.filename.startswith(_MODULES)])[:1]:
+            where = (
+                f", at {at(each.filename, each.lineno, each.name, (each.line or '').rstrip(':'))}"
+            )
+        fix = "Move the code that waits for the device or needs the host out of the callable, "
+        if draws:
+            fix = "Give the RNGStatesTracker that has the generator as GraphedOptions(rng_tracker=...), draw outside, "
         raise CaptureError(
-            f"make_graphed_callables: the {direction} of {name} can't be captured{where}: {reason}. "
-            "Move the code that waits for the device (or needs the host, or draws from a generator of its own) out of the callable, "
+            f"make_graphed_callables: the {direction} of {name} can't be captured{where}: {reason}. {fix}"
             'or use torch.compile(backend="cgpass"), which captures around it.'
         ) from error

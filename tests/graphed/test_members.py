@@ -59,6 +59,87 @@ def test_weights_tied_and_untied_after_recording(setting):
     del kept
 
 
+class Recomputed(torch.nn.Module):
+    """Has two parameters of one shape, and recomputes with them."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (torch.nn.Parameter(torch.randn(8)) for _ in range(2))
+
+    def inner(self, x):
+        return torch.tanh(x * self.a + self.b).sin()
+
+    def forward(self, x):
+        return cgpass.checkpoint(self.inner, x)
+
+
+def register_again(module):
+    a = module.a
+    del module.a
+    module.a = a
+
+
+def untie(module):
+    module[0].weight.data = module[0].weight.data.clone()
+    module[2].weight = torch.nn.Parameter(module[2].weight.detach().clone())
+
+
+def remove(module):
+    module[2].weight = None
+
+
+def tied():
+    module = pair()
+    module[2].weight = module[0].weight
+    return module
+
+
+@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize(
+    ("make", "change"), [(Recomputed, register_again), (tied, untie), (pair, remove)]
+)
+def test_a_pending_backward_has_the_members_of_its_forward(setting, make, change, resets):
+    graphed, module, plain = graphed_twins(setting, make(), grad=True)
+    x, y = (setting.randn(4, 8, grad=True) for _ in range(2))
+    y.data = x.data.clone()
+    members = [list(each.parameters()) for each in (module, plain)]
+    outs = graphed(x), plain(y)
+    for each in (module, plain):
+        change(each)
+    if resets:
+        graphed.graphed.reset()
+        if change is not remove:
+            same(graphed(x.detach()), plain(y.detach()))
+    for out in outs:
+        out.square().sum().backward()
+    same(x.grad, y.grad)
+    for a, b in zip(*members, strict=True):
+        same(a.grad, b.grad)
+
+
+def test_a_parameter_that_was_removed_is_not_called_spent(setting, caplog):
+    graphed, _, plain = graphed_twins(setting, torch.nn.Sequential(torch.nn.Linear(8, 8)))
+    for each in (graphed, plain):
+        each[0].bias = None
+    same(graphed(x := setting.randn(4, 8)), plain(x))
+    assert "a parameter or buffer was removed" in caplog.text
+
+
+def test_another_flag_is_recorded_though_one_is_refused(setting, caplog):
+    def fn(x, reads):
+        if reads:
+            float(x.sum())
+        return x * 2
+
+    x = setting.randn(4, 8)
+    graphed = setting.graphed(fn, (x, False))
+    same(graphed(x, True), x * 2)
+    same(graphed(x, True), x * 2)
+    same(graphed(x, False), x * 2)
+    assert graphed.stats.plain_calls == 2
+    assert caplog.text.count("can't be captured") == 1
+
+
 def test_replaced_submodules(setting, caplog):
     graphed, module, plain = graphed_twins(setting, pair())
     first, x = (module[1], plain[1]), setting.randn(4, 8, grad=True)

@@ -57,6 +57,36 @@ def test_a_backward_that_ran_plainly_is_the_modules_own(setting):
     same_grads(module, plain)
 
 
+def test_backwards_without_a_graph_take_their_turn(setting):
+    graphed, module, plain = graphed_twins(setting, Split(), grad=False, max_rerecords=0)
+    x = setting.randn(4, 8)
+    for fn in (graphed, plain):
+        recorded, further = fn(x), fn(x * 2)  # this one may not be recorded
+        further.sum().backward()
+        recorded.sum().backward()
+        fn.backward_dw()
+    same_grads(module, plain)
+    graphed.backward_dw()
+    plain.backward_dw()
+    same_grads(module, plain)
+
+
+def test_a_recording_leaves_alone_what_is_due(setting):
+    graphed, module, plain = graphed_twins(setting, Split(), grad=False)
+    x = setting.randn(4, 8)
+    for fn in (graphed, plain):
+        out = fn(x)
+        if fn is graphed:
+            fn.reset()
+        out.sum().backward()
+        fn(x * 2)
+        fn.backward_dw()
+    same_grads(module, plain)
+    recordings = graphed.graphed.stats.recordings
+    same(graphed(x), plain(x))
+    assert graphed.graphed.stats.recordings > recordings
+
+
 def test_another_module_of_its_class_makes_its_own(setting):
     graphed, module, _ = graphed_twins(setting, Split(), grad=False)
     other, plain = twins(setting, type(graphed)())
