@@ -19,7 +19,7 @@ from cgpass.runtime import fast
 from cgpass.runtime.changes import mend, open_modes
 from cgpass.runtime.failures import random_state_kept
 from cgpass.runtime.owner import Owner
-from cgpass.telemetry import new_call_stats
+from cgpass.telemetry import ByHand, add_stats
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +57,9 @@ class GraphedFunction:
         self.refusal = target.refusal
         self.ungraphed: Callable[..., Any] = target.run
         """What runs the callable without a graph."""
-        self.stats = new_call_stats(target.name)
+        self.stats = ByHand(name=target.name)
         """Counts of calls, recordings and replays."""
+        add_stats(self.stats)
         self.binding, self.hooks, self.options = binding, hooks, options
         self.with_grad = torch.is_grad_enabled()
         """True if a backward is recorded where results require grad."""
@@ -128,6 +129,8 @@ class GraphedFunction:
         owner = self._owner
         self.stats.calls += 1
         if owner is None or owner.closed or owner.driver.is_capturing():
+            closed = "there is no graph on this device, or it was closed"
+            self.stats.why[closed if owner is None or owner.closed else "a capture of yours"] += 1
             self.stats.plain_calls += 1
             return self.ungraphed(*args, **kwargs)
         why = self._why_plain()
@@ -218,6 +221,7 @@ class GraphedFunction:
     def note_plain(self, why: str) -> None:
         """Count a call that runs without a graph, and say why."""
         self.stats.plain_calls += 1
+        self.stats.why[why] += 1
         self.tell(f"runs without a graph: {why}.")
 
     # ---- recording again

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -73,8 +74,12 @@ def _compiler() -> Iterator[Finding]:
 
 def _native() -> Iterator[Finding]:
     folder = native.cache_folder()
-    there = next(each for each in (folder, *folder.parents) if each.exists())
-    fix = "" if os.access(there, os.W_OK) else "Set XDG_CACHE_HOME to a folder that can be written"
+    fix = ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        fix = "Set XDG_CACHE_HOME to a folder that can be written"
     yield "cache of native code", str(folder), fix
     fix = "" if native.loader.wait("auto") else "See python -m cgpass build"
     yield "native code", str(native.loader.status), fix
@@ -90,6 +95,8 @@ def _environment() -> Iterator[Finding]:
             except OptionError as error:
                 said = str(error).partition(f"{name} ")[2].partition(";")[0].rstrip(".")
                 fix = "Change or unset it"
+            if (name, value) == (f"{ENV_PREFIX}DRIVER", "none"):
+                fix = "It turns all graphs off: unset it"
         elif name in _ENVIRONMENT:
             fix = "" if value in ("", "0") else _ENVIRONMENT[name]
         elif name.startswith(ENV_PREFIX) and name not in SCRIPTS_OWN:

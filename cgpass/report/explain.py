@@ -113,7 +113,7 @@ def explain(
         )
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
     tensors += [t for m in modules for t in (*m.parameters(False), *m.buffers(False))]
-    devices = {tensor.device.index for tensor in tensors if tensor.device.type == "cuda"}
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     run = fn
     with contextlib.ExitStack() as stack:
         stack.enter_context(set_defaults(**options or {}))
@@ -127,6 +127,7 @@ def explain(
             run = torch.compile(fn, backend=cgpass, options=dict(options or {}))
             torch_private.note_graph_breaks()  # Dynamo is loaded by now
             stack.callback(lambda: [owner.release() for owner in watch.owners(before)])
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _detached, (args, kwargs))
         call = functools.partial(_call, functools.partial(run, *args, **kwargs), training, tensors)
         with watch.watched() as report:
             for _ in range(_CALLS):
@@ -149,9 +150,10 @@ def _check(fn: Any, optimizer: Any) -> None:
 def _call(run: Callable[[], Any], training: bool, tensors: Sequence[torch.Tensor]) -> None:
     """Make one call with its backward, unless it ran that itself, and drop gradients."""
     with torch.set_grad_enabled(training):
+        before = _gradients(tensors)
         result = run()
         outputs = _differentiated(result) if training else []
-        if not outputs or any(each.grad is not None for each in tensors if each.is_leaf):
+        if not outputs or _gradients(tensors) != before:
             return
         try:
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
@@ -160,6 +162,12 @@ def _call(run: Callable[[], Any], training: bool, tensors: Sequence[torch.Tensor
                 raise
         for each in tensors:
             each.grad = None
+
+
+def _gradients(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Tell gradients apart, and what was added to them."""
+    grads = [each.grad for each in tensors if each.is_leaf]
+    return [(id(grad), grad._version) for grad in grads if grad is not None]
 
 
 def _differentiated(result: Any) -> list[torch.Tensor]:
@@ -183,7 +191,8 @@ def _reached(value: Any, depth: int = 2) -> Iterator[Any]:
         yield from _reached(value.__self__, 0)
     if not depth or isinstance(value, torch.nn.Module | torch.Tensor | types.ModuleType):
         return
-    found = [*getattr(value, "__dict__", {}).values()]
+    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
+    found = [*getattr(value, "__dict__", {}).values(), *(getattr(value, n, None) for n in slots)]
     if isinstance(value, types.FunctionType):
         cells = [cell for cell in value.__closure__ or () if cell != types.CellType()]
         found += value.__defaults__, value.__kwdefaults__, *(c.cell_contents for c in cells)
@@ -211,6 +220,8 @@ def _put_back(stack: contextlib.ExitStack, tensors: Sequence[Any], values: Seque
             todo += each._parameters, each._buffers
         elif isinstance(each, torch.optim.Optimizer):
             todo += each.state, each.param_groups
+        elif isinstance(each, torch.Generator):
+            stack.callback(each.set_state, each.get_state())
         elif isinstance(each, torch.amp.GradScaler):
             stack.callback(each.load_state_dict, each.state_dict())
             stages = vars(each).get("_per_optimizer_states")  # which optimizers it has unscaled
@@ -223,8 +234,9 @@ def _put_back(stack: contextlib.ExitStack, tensors: Sequence[Any], values: Seque
             todo += _kept(stack, each)
             there += [each] * isinstance(each, torch.Tensor)
     for each in (each for each in dict.fromkeys(there) if each.is_leaf):
-        stack.callback(setattr, each, "grad", each.grad)
-        each.grad = None
+        grad = each.grad
+        stack.callback(setattr, each, "grad", grad)
+        each.grad = grad if grad is None else grad.detach().clone()  # calls may add to it
 
 
 def _kept(stack: contextlib.ExitStack, value: Any) -> Iterable[Any]:
@@ -256,8 +268,13 @@ def _copy(value: torch.Tensor) -> torch.Tensor | None:
 
 
 def _write(value: torch.Tensor, before: torch.Tensor) -> None:
+    """Restore a value; not where it is the same, for a backward that waits may have saved it."""
     with torch.inference_mode(value.is_inference()), torch.no_grad():
-        value.copy_(before)
+        if value.shape != before.shape:
+            value.resize_(before.shape)
+        same = before.layout is torch.strided and not before.is_quantized
+        if not (same and torch.equal(value.detach().to(before.device), before)):
+            value.copy_(before)
 
 
 def _spread(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -266,6 +283,11 @@ def _spread(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[st
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch) if isinstance(batch, tuple | list) else args), kwargs
+
+
+def _detached(value: torch.Tensor) -> torch.Tensor:
+    """Return an argument without a history: backwards would go on in what made it."""
+    return value if value.is_leaf else value.detach().requires_grad_(value.requires_grad)
 
 
 def _name_of(fn: Fn) -> str:

@@ -3,10 +3,10 @@
 import contextlib
 import dataclasses
 import json
-import os
 import re
 import types
 import typing
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -93,7 +93,7 @@ class Report(Facts):
         path = Path(path)
         check_place(path)
         said, target = WRITERS[path.suffix](self), path.resolve()
-        part = target.with_name(f"cgpass-{os.getpid()}.part")
+        part = target.with_name(f"cgpass-{uuid.uuid4().hex}.part")  # of this thread alone
         try:
             part.write_text(said, encoding="utf-8", errors="backslashreplace")
             part.replace(target)
@@ -143,6 +143,8 @@ def _decoded(kind: Any, value: Any) -> Any:
         return {name: _decoded(args[1], each) for name, each in value.items()}
     if not isinstance(value, (float, int) if kind is float else kind):
         raise TypeError(f"{value!r} instead of a value of type {kind.__name__}")
+    if isinstance(value, int) and value.bit_length() > 63:
+        raise TypeError("a number that is too large")
     return value
 
 
@@ -170,6 +172,7 @@ def _figures(report: Report) -> dict[str, str]:
         "device time inside graphs": share(report.graphs_ms or 0, report.device_ms or 0),
         "operators in graphs": share(*report.work),
         "boundaries": str(report.boundaries),
+        "training steps in one graph": f"{report.whole_steps} of {report.steps}",
         "a call with graphs": milliseconds(report.ms),
         "a call without": milliseconds(report.plain_ms),
         "memory pools": size(report.pool_bytes),
@@ -177,16 +180,16 @@ def _figures(report: Report) -> dict[str, str]:
     }
 
 
-_CALLS: Final = re.compile(r"\d+ (?:of \d+ )?calls?")
+_NUMBER: Final = re.compile(r"\d+(?:\.\d+)?|(?<=\bcall)s\b")
 
 
 def _told(report: Report) -> dict[tuple[str | None, ...], str]:
     """Texts of all reasons, by what stays the same where lines move and calls are more: the code that is written there, too."""
     told: dict[tuple[str | None, ...], str] = {}
     for each in report.reasons:
-        code, cause = (each.line or "").partition(": ")[2], _CALLS.sub("calls", each.detail)
+        code, cause = (each.line or "").partition(": ")[2], _NUMBER.sub("", each.detail)
         told[each.code, each.rest, each.op or cause, code] = str(each)
     for graph, part in ((g, part) for g in report.graphs for part in g.partitions):
         for _, each in text.events(f"{graph.name}, {part.name}", part):
-            told[each.code, each.op, re.sub(r"\d+", "", str(each.line))] = str(each)
+            told[each.code, each.op, _NUMBER.sub("", str(each.line))] = str(each)
     return told

@@ -86,7 +86,10 @@ def headline(report: Facts) -> str:
     elif report.graph_breaks or report.left_to_eager:
         inside = "nothing ran in graphs"
     elif report.others:
-        return "only training steps or callables graphed by hand ran: see below"
+        some = (
+            f" ({many(report.plain_calls, 'call')} without a graph)" if report.plain_calls else ""
+        )
+        return f"only training steps or callables graphed by hand ran{some}: see below"
     else:
         return NOTHING
     boundaries = "1 boundary" if report.boundaries == 1 else f"{report.boundaries} boundaries"
@@ -95,12 +98,14 @@ def headline(report: Facts) -> str:
 
 def facts(report: Facts) -> Iterator[str]:
     """Lines below the headline."""
-    if report.ms is not None and report.plain_ms is not None:
+    if report.ms and report.plain_ms is not None:
         ratio = report.plain_ms / report.ms
         yield (
             f"a call takes {milliseconds(report.ms)} with graphs, {milliseconds(report.plain_ms)} without "
             f"({ratio:.2f} times as long)"
         )
+    if report.steps:
+        yield f"{report.whole_steps} of {many(report.steps, 'training step')} after first ones were one graph"
     grown = report.counters
     if report.graphs:
         yield (

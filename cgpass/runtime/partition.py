@@ -55,7 +55,7 @@ from cgpass.runtime.recording import Recorder, Recording
 from cgpass.runtime.rng import distances, forward_states, note_replayed, put_on_the_device
 from cgpass.runtime.table import RecordingTable, Seen
 from cgpass.runtime.writes import Changes
-from cgpass.telemetry import CallStats, new_call_stats, progress
+from cgpass.telemetry import ByHand, CallStats, add_stats, progress
 from cgpass.telemetry.reason import OTHER_FIXES, CallReasons, many
 from cgpass.telemetry.summaries import RecordingNote, Source
 
@@ -113,6 +113,8 @@ class PartitionRunner:
     """True if `fn` communicates with other processes, which take no part in runs that this one makes alone."""
     check_layout: bool = False
     """True if tensors' sizes, strides and dtypes belong to the key, since no guard covers them."""
+    by_hand: bool = False
+    """True if no compiled graph has it."""
 
     uses: Uses | None = field(default=None, init=False)
     """Who gets its outputs, None if the user gets all; to be set before the first call."""
@@ -123,9 +125,12 @@ class PartitionRunner:
         self._traced_as, self.name = self.name, self.source.of(self.name)
         options, owner = self.options, self.owner
         self._refuses = options.on_skip == "raise"
-        self.stats: CallStats = new_call_stats()
         self.reasons = CallReasons()
         """Why calls ran without a graph."""
+        self.stats = CallStats()
+        if self.by_hand:
+            self.stats = ByHand(name=self.name, reasons=self.reasons)
+        add_stats(self.stats)
         self.notes: deque[RecordingNote] = deque(maxlen=_NOTES)
         """Why the newest recordings were made."""
         self.layout = layout = Layout(

@@ -159,7 +159,13 @@ class CUDAGraphWrapper:
         assert driver is not None
         owner = Owner(driver, self._options)
         return PartitionRunner(
-            self._run_flat, infos, owner, self._options, name=self._name, check_layout=True
+            self._run_flat,
+            infos,
+            owner,
+            self._options,
+            name=self._name,
+            check_layout=True,
+            by_hand=True,
         )
 
     def _kinds(self, args: Sequence[Any], device: torch.device) -> list[InputKind]:

@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -64,14 +65,22 @@ class ByHand(CallStats):
     """Counts of what was graphed by hand: it belongs to no compiled graph, and summaries list it by itself."""
 
     name: str = ""
+    why: Counter[str] = field(default_factory=Counter)
+    """Causes of calls without a graph, where `reasons` has none."""
+    reasons: CallReasons | None = None
     whole_calls = later_calls = 0
 
     def explain(self) -> str:
         """Describe its calls."""
-        return (
-            f"{self.name}, graphed by hand: {many(self.recordings, 'recording')}, {many(self.calls, 'call')}, "
-            f"{self.plain_calls} of them without a graph"
-        )
+        counted = f"{many(self.recordings, 'recording')}, {many(self.calls, 'call')}"
+        lines = [
+            f"{self.name}, graphed by hand: {counted}, {self.plain_calls} of them without a graph"
+        ]
+        lines += [f"  {count} without a graph: {why}" for why, count in self.why.most_common()]
+        if self.reasons is not None:
+            counts = {each.name: getattr(self, each.name) for each in dataclasses.fields(CallStats)}
+            lines += [f"  {each}" for each in self.reasons.told(counts)]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -129,14 +138,12 @@ _registry = _Registry()
 compile_stats = _registry.compiled
 
 
-def new_call_stats(name: str | None = None) -> CallStats:
-    """Counts for one more captured partition, or for what was graphed by hand if it has a name."""
-    stats = CallStats() if name is None else ByHand(name=name)
+def add_stats(stats: CallStats) -> None:
+    """Count one more captured partition, or what is graphed by hand."""
     with _registry.lock:
         _registry.calls.append(stats)
-        if name is not None:
+        if isinstance(stats, ByHand):
             _registry.others.add(stats)
-    return stats
 
 
 def add_step(step: Any) -> None:

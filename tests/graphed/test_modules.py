@@ -249,7 +249,8 @@ def test_the_summary_lists_graphed_callables(setting):
         each(x)
     graphed[0].eval()(x)
     assert listed() == [
-        "callable 0 (Named), graphed by hand: 2 recordings, 2 calls, 1 of them without a graph"
+        "callable 0 (Named), graphed by hand: 2 recordings, 2 calls, 1 of them without a graph",
+        "  1 without a graph: the mode of Named changed since it was recorded (reset() makes it record again)",
     ]
     cgpass.reset()
     assert listed() == []

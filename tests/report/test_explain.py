@@ -576,7 +576,7 @@ def test_all_is_put_back_when_the_function_raises():
     assert torch.equal(model.first.weight, before)
 
 
-def test_a_value_that_can_not_be_put_back_keeps_no_other_from_it():
+def test_a_buffer_of_another_size_is_restored():
     model, gradient = nn.Linear(2, 2), torch.ones(2, 2)
     model.register_buffer("seen", torch.zeros(2))
     model.weight.grad = gradient
@@ -586,9 +586,61 @@ def test_a_value_that_can_not_be_put_back_keeps_no_other_from_it():
         model.seen.resize_(3)
         return x
 
-    with pytest.raises(RuntimeError, match="size of tensor"):
-        cgpass.explain(grows, X)
+    cgpass.explain(grows, X)
     assert model.weight.grad is gradient
+    assert torch.equal(model.seen, torch.zeros(2))
+
+
+def test_what_made_an_argument_keeps_its_graph_and_gradients():
+    made_by, model = nn.Linear(8, 8), nn.Linear(8, 8)
+    x = made_by(torch.ones(2, 8))
+    cgpass.explain(model, x)
+    assert made_by.weight.grad is None
+    model(x).sum().backward()
+    assert made_by.weight.grad is not None
+
+
+def test_a_backward_that_waits_finds_parameters_as_they_were():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)), torch.ones(2, 8)
+    loss = model(x.requires_grad_()).sum()
+    cgpass.explain(model, torch.ones(2, 8), training=False)
+    loss.backward()
+    assert x.grad is not None
+
+
+def test_an_optimizers_step_has_gradients():
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    gradient, value = model.weight.grad, model.weight.grad.clone()
+    assert cgpass.explain(torch.compile(optimizer.step, backend="cgpass")).work[0] > 0
+    assert model.weight.grad is gradient
+    assert torch.equal(gradient, value)
+
+
+def test_generators_and_slots_of_what_is_received_are_restored():
+    @dataclasses.dataclass(slots=True)
+    class Batch:
+        generator: torch.Generator
+        weight: torch.Tensor
+
+    def draws(batch):
+        return (torch.rand(8, generator=batch.generator) * batch.weight).sum()
+
+    batch = Batch(torch.Generator(), torch.ones(8, requires_grad=True))
+    state = batch.generator.get_state()
+    cgpass.explain(draws, batch)
+    assert torch.equal(batch.generator.get_state(), state)
+    assert batch.weight.grad is None
+
+
+def test_what_is_wrapped_by_hand_is_listed_with_its_causes():
+    wrapped = cgpass.CUDAGraphWrapper(lambda x: x.sin() * 2, options={"max_recordings": 1})
+    with torch.no_grad(), cgpass.explain() as report:
+        for n in (4, 4, 4, 5, 5, 5):
+            wrapped(torch.ones(n))
+    assert "ran (" in str(report).splitlines()[0]
+    assert any("without a graph: max_recordings" in each for each in report.others), report.others
 
 
 def test_lazy_modules_are_initialised():

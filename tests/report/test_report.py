@@ -92,6 +92,7 @@ def test_of_many_recordings_the_oldest_are_not_noted():
             {**sample().to_dict(), "counters": {"replays": "3"}},
             "'3' instead of a value of type int",
         ),
+        ({**sample().to_dict(), "pool_bytes": 10**400}, "a number that is too large"),
         ({**sample().to_dict(), "device": 7}, "the report is damaged: 7 instead of"),
     ],
 )

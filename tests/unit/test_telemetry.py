@@ -20,7 +20,8 @@ def registry(monkeypatch):
 
 
 def test_counts_stay_in_the_totals_when_their_owners_are_gone(registry):
-    stats = telemetry.new_call_stats()
+    stats = telemetry.CallStats()
+    telemetry.add_stats(stats)
     stats.calls, stats.replays = 5, 4
     del stats
     telemetry.CallStats(calls=3)  # nobody registered it
