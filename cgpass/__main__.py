@@ -21,7 +21,10 @@ from cgpass.version import VERSION
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, of the command line by default; returns the status to exit with."""
-    options = _parser().parse_args(arguments)
+    given = [*(sys.argv[1:] if arguments is None else arguments)]
+    options = _parser().parse_args(given)
+    if rest := getattr(options, "arguments", None):
+        options.arguments = given[len(given) - len(rest) - (given[-len(rest) - 1] == "--") :]
     try:
         return options.run(options)
     except ReportError as error:
@@ -49,7 +52,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a script as its own process would. It fails (status 1) if less than a share of the operators "
         "that functions compiled by cgpass ran after their warm-ups was captured, or if something that was to be "
         "captured, or compiled, ran without a graph. Warm-ups that no recording ever follows count, too. Operators are "
-        "counted as traced, each as often as it ran. A script that fails itself keeps its status.",
+        "counted as traced, each as often as it ran. A script that fails itself keeps its status. Threads that go on after "
+        "the script find no module __main__ of it.",
     )
     wanted = "a share, as 95%% or 0.95 (default: 95%%)"
     check.add_argument("--min-captured", metavar="SHARE", default="95%", help=wanted)

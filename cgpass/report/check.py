@@ -92,12 +92,12 @@ def run_script(script: str, args: Sequence[str], *, module: bool = False) -> int
             runpy.run_path(script, run_name="__main__")
     except SystemExit as exit_:
         if exit_.code is None or isinstance(exit_.code, int):
-            return exit_.code or 0
+            return (exit_.code or 0) & 0xFF  # as a shell sees it
         sys.stderr.write(f"{exit_.code}\n")
         return 1
     finally:
-        for each in {*threading.enumerate()} - threads:
-            if not each.daemon:  # Python waits for them, too
-                each.join()
+        # Python waits for them, too, and for those that they start
+        while left := [t for t in threading.enumerate() if t not in threads and not t.daemon]:
+            left[0].join()
         sys.argv, sys.path = argv, path
     return 0

@@ -67,6 +67,7 @@ def since_reset() -> Report:
     return _report(telemetry.summary_began(), breaks, torch_private.compilations(), _Clock())
 
 
+@torch_private.outside_dynamo  # which would trace the end of a block in a compiled function
 def _report(
     before: telemetry.Moment,
     breaks: Collection[torch_private.GraphBreak],

@@ -54,7 +54,8 @@ def test_threads_of_a_script_are_waited_for_and_stdout_has_few_letters(
     script = tmp_path / "script.py"
     script.write_text(
         "import threading, time\n"
-        "threading.Thread(target=lambda: (time.sleep(0.2), print('ended'))).start()\n"
+        "later = threading.Thread(target=lambda: (time.sleep(0.2), print('ended')))\n"
+        "threading.Thread(target=lambda: (time.sleep(0.1), later.start())).start()\n"
     )
     said = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
     monkeypatch.setattr(check, "costs", lambda _: ["größer"])
@@ -115,6 +116,14 @@ def test_a_module_is_checked(script, counted_alone, capsys, monkeypatch):
         command.main(["check", "-m", "within.none"])
     for name in ("within", "within.part"):
         sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("rest", [["--", "a"], ["a", "--", "b"], ["a"]])
+def test_a_script_gets_its_arguments_as_they_are(tmp_path, counted_alone, capsys, rest):
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print(sys.argv[1:]); sys.exit(256)")
+    command.main(["check", str(script), *rest])
+    assert capsys.readouterr().out.startswith(f"{rest}\n")
 
 
 def did(fn, *inputs):
