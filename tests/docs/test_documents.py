@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import warnings
+from operator import truediv
 from pathlib import Path
 
 import pytest
@@ -113,28 +114,13 @@ def test_figures_in_the_first_lines_are_those_that_were_measured():
     first = " ".join(README.partition("## ")[0].split())
     assert f'{span("reduce-overhead")} as long in `mode="reduce-overhead"`' in first
     assert f"{span('default')} as long in plain `torch.compile`" in first
-    assert f"commit {bench['meta']['commit']}, {bench['meta']['time'].split()[0]}" in first
-    llama = [model["model"] for model in bench["results"]].index("llama")
-    loops = [f"{times(arm, 'loop_ms')[llama]:.2f} ms" for arm in ("cgpass", "reduce-overhead")]
-    assert f"{loops[0]} a step with cgpass and {loops[1]} in reduce-overhead" in first
-    quoted = r"the host needs (\S+) ms a step, against (\S+) and (\S+) ms"
-    (layers,) = re.findall(quoted, first)
+    loops = [*map(truediv, times("reduce-overhead", "loop_ms"), times("cgpass", "loop_ms"))]
+    assert ("differences are smaller, and for some models none" in first) is (min(loops) < 1.02)
     measured = README.partition("<!-- measured: begin -->")[2]
-    for ms in layers:  # there in microseconds
-        assert any(f"{int(us) / 1e3:.1f}" == ms for us in re.findall(r"\b\d{4,5}\b", measured))
-
-
-def test_the_readme_quotes_whole_steps():
-    found = json.loads((DOCS / "results" / "depths-h100-torch2.11.json").read_text())
-    steps = {
-        (each["model"], arm): f"{entry['step_ms']['median']:.2f} ms"
-        for each in found["results"]
-        for arm, entry in each["arms"].items()
-    }
-    first, meta = " ".join(README.partition("## ")[0].split()), found["meta"]
-    assert f"commit {meta['commit']}, {meta['time'].split()[0]}" in first
-    ours, theirs = (steps["actor_critic", arm] for arm in ("cgpass-step", "reduce-overhead"))
-    assert re.search(f"takes {ours}[a-z ]*, and {theirs} in reduce-overhead", first)
+    assert f"of commit {bench['meta']['commit']}, {bench['meta']['time'].split()[0]}" in measured
+    calls = re.findall(r"\| ([\d]+) \| ([\d]+) \|$", measured.partition("| call |")[2], re.MULTILINE)
+    less = sum(int(ours) < int(theirs) for theirs, ours in calls)
+    assert len(calls) / 2 < less < len(calls), "for most models, and more for some"
 
 
 def test_promises_say_when_they_were_last_proven_on_gpus():

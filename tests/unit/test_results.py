@@ -46,15 +46,20 @@ def test_documents_show_what_is_kept(places):
     both = usual(4.123, peak_reserved_bytes=90)
     both["default"]["peak_reserved_bytes"] = 100
     kept(directory, "bench", result(both))
-    calls = {"default": arm(0.2), "cgpass": arm(0.1, check={"equal": False})}
+    calls = {
+        "default": arm(0.2),
+        "reduce-overhead": arm(0.2),
+        "cgpass": arm(0.1, check={"equal": False}),
+    }
     kept(directory, "inference", result(calls, "inference"))
     written(places)
     text = readme.read_text()
     assert text.startswith("head\n")
     assert text.endswith("tail\n")
     assert "| GPT-2 | 15.00 | 4.12 | 3.50 | 0.90 |" in text
-    assert "| GPT-2 | 100 | 50 (differs) |" in text
-    assert "[training steps](docs/results/bench-h200-torch2.11.md) (abc)" in text
+    assert "| GPT-2 | 100 | 100 | 50 (differs) |" in text
+    assert "[training steps](docs/results/bench-h200-torch2.11.md)," in text
+    assert "All figures of commit abc, " in text
     assert (directory / "steps-h200-torch2.11.svg").exists()
     assert results.problems(*places) == ["inference: GPT-2, inference, cgpass: results differ"]
 
