@@ -114,7 +114,7 @@ class Pair:
     def record_forward(self) -> None:
         """Record the forward, and hold what it made as a call does, which leaves all as it was."""
         is_shared = self._in_order and not self._is_alone
-        self._slot = 0 if is_shared else self._owner.new_slot()
+        self._pool_index = 0 if is_shared else self._owner.new_pool()
         self._forward(self._record_first, list)
 
     def record_backward(self) -> list[torch.Tensor]:
@@ -238,32 +238,32 @@ class Pair:
         """
         given = args.copy(), kinds.copy()
         outputs = self._record(fn, args, kinds, what)
-        if self._slot == 0 and self._is_alone:
+        if self._pool_index == 0 and self._is_alone:
             outputs.clear()
             self._owner.close_recording(self.forward)
             self.description.stats.recordings -= 1
-            self._slot = self._owner.new_slot()
+            self._pool_index = self._owner.new_pool()
             outputs = self._record(fn, *given, what)
         return outputs
 
     def _record(
         self, fn: Callable[[list[Any]], list[Any]], args: list[Any], kinds: Any, what: str
     ) -> list[Any]:
-        d, owner, slot = self.description, self._owner, self._slot
+        d, owner, pool_index = self.description, self._owner, self._pool_index
         if what == "forward":
             self._generators = self._states.generators
         args += self._generators
         kinds += [InputKind.OPAQUE] * len(self._generators)
         infos = [InputInfo(f"input {i}", kind) for i, kind in enumerate(kinds)]
         layout = Layout(infos, check_static=True, check_layout=False)
-        owner.begin_recording(slot)
-        before = owner.driver.live_blocks(slot)
+        owner.begin_recording(pool_index)
+        before = owner.driver.live_blocks(pool_index)
         recorder = Recorder(
             fn, layout, owner, False, what == "forward", d.stats, shares_inputs=not self._is_alone
         )
         label = f"recording {what} of {d.name}, graphed by hand"
         with progress.shown(label, current_defaults().progress), _blamed(d.name, what):
-            recording = recorder.record(args, slot)
+            recording = recorder.record(args, pool_index)
         owner.add_recording(recording)
         self._recordings[what] = recording
         d.stats.recordings += 1
@@ -273,7 +273,7 @@ class Pair:
         if what != "forward":
             return recording.memory.aliases()
         self.forward = recording
-        kept = owner.driver.live_blocks(slot).keys() - before.keys()
+        kept = owner.driver.live_blocks(pool_index).keys() - before.keys()
         self._is_alone |= not kept <= {*recording.memory.addresses()}
         written = [(args[i].data, args[i].data.clone()) for i in sorted(recording.written)]
         outputs = recording.run(args)

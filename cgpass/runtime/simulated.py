@@ -326,12 +326,12 @@ class SimulatedDriver(GraphDriver):
         """Kept by the graphs that use them."""
 
     def record(
-        self, fn: BoxedCallable, args: list[Any], *, opaque: bool, slot: int = 0
+        self, fn: BoxedCallable, args: list[Any], *, opaque: bool, pool_index: int = 0
     ) -> tuple[CapturedGraph, list[Any]]:
         """See `GraphDriver.record`. Runs `fn` once, then puts back its inputs and the generators."""
         states = random_states(self.device, args)
-        pool = self._pools.get(slot) or SimulatedPool()
-        self._pools[slot] = pool
+        pool = self._pools.get(pool_index) or SimulatedPool()
+        self._pools[pool_index] = pool
         inputs = tensors_in(args)
         tape = _Tape(pool, inputs, [generator for generator, _ in states])
         memory = list(self._pools.values())  # as CUDA graphs: inputs live as long as who owns them
@@ -351,9 +351,9 @@ class SimulatedDriver(GraphDriver):
         tape.end()
         return outputs
 
-    def live_blocks(self, slot: int) -> dict[int, int]:
+    def live_blocks(self, pool_index: int) -> dict[int, int]:
         """See `GraphDriver.live_blocks`."""
-        pool = self._pools.get(slot)
+        pool = self._pools.get(pool_index)
         return {} if pool is None else pool.live_blocks()
 
     def is_capturing(self) -> bool:
