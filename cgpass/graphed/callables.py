@@ -55,7 +55,6 @@ class GraphedFunction:
         options: GraphedOptions,
         owner: Owner | None,
     ) -> None:
-        """Args: owner: what records; None to run without a graph always."""
         self.name = self.__name__ = target.name
         self.refusal = target.refusal
         self.ungraphed: Callable[..., Any] = target.run
@@ -69,7 +68,9 @@ class GraphedFunction:
         """What makes the gradients that the backward leaves out, of weights, by filling their `.grad`."""
         self.due: deque[Call] = deque()
         """Calls whose backward ran, but not yet what was split off, oldest first."""
-        self._target, self._owner = target, owner
+        self._target = target
+        self._owner = owner
+        """Makes the recordings; None to run without a graph always."""
         self._told: set[str] = set()
         self._pairs: dict[Key, list[Pair]] = {}
         self._num_left = options.max_rerecords

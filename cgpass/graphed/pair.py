@@ -55,9 +55,10 @@ class Call:
     __slots__ = ("__weakref__", "ended", "held", "members", "name", "pair", "position")
 
     def __init__(self, pair: "Pair", members: list[torch.Tensor], position: Any) -> None:
-        """Args: members: Parameters and buffers of the forward, held as autograd would."""
         self.pair: Pair | None = pair
-        self.name, self.members, self.position = pair.description.name, members, position
+        self.name, self.position = pair.description.name, position
+        self.members = members
+        """Parameters and buffers of the forward, held as autograd would."""
         self.held = pair.kept_storages()
         """What has saved tensors in it."""
         self.ended = False
@@ -79,8 +80,9 @@ class Pair:
         *,
         in_order: bool = False,
     ) -> None:
-        """Args: in_order: set if it may share the pool of the others, in whose order it is recorded."""
-        self.description, self._owner, self.flags, self._in_order = d, owner, flags, in_order
+        self.description, self._owner, self.flags = d, owner, flags
+        self._in_order = in_order
+        """True if it may share the pool of the others, in whose order it is recorded."""
         self.closed = False
         self.graph: Differentiated
         self.structure: Any = None

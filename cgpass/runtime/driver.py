@@ -49,13 +49,11 @@ class GraphDriver:
     def record(
         self, fn: BoxedCallable, args: list[Any], *, opaque: bool, pool_index: int = 0
     ) -> tuple[CapturedGraph, list[Any]]:
-        """Record `fn(args)` without running it for its effects.
+        """Record `fn(args)` into one of the driver's pools, without running it for its effects.
 
-        Args:
-            fn: What to record.
-            args: Its inputs: tensors are read where they lie now, generators are registered.
-            opaque: Whether `fn`'s kernels bypass aten (Inductor's do), so that only the whole of it can be recorded.
-            pool_index: Which of the driver's pools to record into; recordings in different pools share no memory.
+        Tensors among `args` are read where they lie now, generators are registered. `opaque` is set if `fn`'s kernels
+        bypass aten (Inductor's do), so that only the whole of it can be recorded. Recordings in different pools share no
+        memory.
 
         Returns:
             The graph and `fn`'s outputs. Output tensors hold nothing of meaning before the first replay.

@@ -88,14 +88,10 @@ def cache_folder() -> Path:
 
 
 def build(*, keep: bool = False) -> Path:
-    """Compile the module unless it is compiled; waits for another process that does.
+    """Compile the module unless it is compiled; waits for another process that does. Returns its path.
 
-    Args:
-        keep: Whether a cache folder that can't be written, or is full, is an error; else a temporary folder is used,
-            which is gone when the process ends.
-
-    Returns:
-        The compiled module.
+    If the cache folder can't be written, or is full, a temporary folder is used, which is gone when the process ends;
+    with `keep` that is an error.
 
     Raises:
         BuildError: Says why that can't be.
@@ -267,11 +263,7 @@ class Loader:
             )
 
     def wait(self, setting: progress.Setting = "off") -> bool:
-        """Start if need be, and wait until all is loaded or can't be; returns whether it is.
-
-        Args:
-            setting: Whether a line on the terminal says so meanwhile.
-        """
+        """Start if need be, and wait until all is loaded or can't be, with a progress line; returns whether it is."""
         if fast.is_loaded:
             return True
         self.start()

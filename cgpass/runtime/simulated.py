@@ -362,12 +362,9 @@ class SimulatedDriver(GraphDriver):
 
 
 def driver_for(wanted: str, device: torch.device, **settings: Any) -> GraphDriver | None:
-    """Make the driver that the option means on a device; None if nothing is to be recorded there.
+    """Make the driver that the option means on the tensors' device; None if nothing is to be recorded there.
 
-    Args:
-        wanted: The option.
-        device: Where all tensors lie.
-        settings: Of `CUDADriver`.
+    `settings` are for `CUDADriver`.
 
     Raises:
         DriverUnavailableError: It can't record on the device.
