@@ -74,7 +74,7 @@ class GraphBuilder:
     function: int
     """The function's number in what telemetry knows."""
     graph_break: Reason | None
-    """Why Dynamo ended it where it did, if the user's goes on."""
+    """Dynamo's reason to end it there, if the user's function goes on."""
     direction: Direction
     target: Target
     settings: Mapping[str, Any]

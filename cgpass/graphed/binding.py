@@ -15,7 +15,7 @@ _OPAQUE = (bool, int, float, complex, str, bytes)
 
 
 class Structure:
-    """How arguments or results are made of tensors, each of which is given once; holds none of them."""
+    """The structure of arguments or results that tensors fill, each given once; holds none of them."""
 
     def __init__(self, value: Any) -> None:
         leaves, self.spec = pytree.tree_flatten(value)
@@ -79,7 +79,7 @@ class Binding:
         """The sample's flags; each combination of others is recorded, too."""
         is_simple = not kwargs and all(isinstance(arg, torch.Tensor) for arg in args)
         self._num_tensors = len(args) if is_simple else -1
-        """How many arguments there are, if these are tensors, not given by keyword."""
+        """The number of arguments, if all are tensors and none is given by keyword; else -1."""
         tensors: list[torch.Tensor] = [leaves[i] for i in self._places]
         for i, tensor in zip(self._places, tensors, strict=True):
             check_tensor(f"{name}: {self._names[i]}", tensor, device)
@@ -93,7 +93,7 @@ class Binding:
         self.samples = [_dense(tensors[i]) for i in self._distinct]
         """The sample's tensors, each once, each element in a place of its own."""
         self.names = [self._names[self._places[number]] for number in self._distinct]
-        """What the user calls them, each in the first of its places."""
+        """The user's names of them, each in the first of its places."""
 
     def bind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 _SPENT = "it was recorded again more often than max_rerecords, or parameters are computed"
 _REFUSALS = CaptureError, GraphedArgumentError, torch.OutOfMemoryError
-"""What a recording in the middle of a training raises where the call itself can run."""
+"""Errors of a recording in the middle of a training, where the call itself can run."""
 
 
 @contextlib.contextmanager
@@ -58,14 +58,14 @@ class GraphedFunction:
         self.name = self.__name__ = target.name
         self.refusal = target.refusal
         self.ungraphed: Callable[..., Any] = target.run
-        """What runs the callable without a graph."""
+        """Runs the callable without a graph."""
         self.stats = new_call_stats(target.name)
         """Counts of calls, recordings and replays."""
         self.binding, self.hooks, self.options = binding, hooks, options
         self.with_grad = torch.is_grad_enabled()
         """True if a backward is recorded where results require grad."""
         self.makes_weight_grads = target.backward_dw
-        """What makes the gradients that the backward leaves out, of weights, by filling their `.grad`."""
+        """Makes the gradients that the backward leaves out, of weights, by filling their `.grad`."""
         self.due: deque[Call] = deque()
         """Calls whose backward ran, but not yet what was split off, oldest first."""
         self._target = target
@@ -74,7 +74,7 @@ class GraphedFunction:
         self._told: set[str] = set()
         self._pairs: dict[Key, list[Pair]] = {}
         self._num_left = options.max_rerecords
-        """How often it may still be recorded."""
+        """Recordings that it may still make."""
         self._why_no_more = _SPENT
         self._settings = self._settings_now()
         self.find_statics()
@@ -154,7 +154,7 @@ class GraphedFunction:
         return dtype, tracker and tracker.current
 
     def _why_plain(self) -> str | None:
-        """Why a call can't be replayed with settings and modules as they are; None if it can."""
+        """Say why settings and modules, as they are, forbid a replay; None if they don't."""
         if _is_watched():
             return "a transform, a tracer or a dispatch mode is active, and would not see a replay"
         if self._settings_now() != self._settings:

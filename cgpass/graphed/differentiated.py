@@ -50,11 +50,11 @@ class Differentiated:
         self._d, self._flags, self._warms_up = d, flags, warms_up
         self._num_inputs = len(d.binding.samples)
         self.leaves: list[torch.Tensor] = []
-        """What may get a gradient: arguments, then stand-ins for parameters and buffers."""
+        """Tensors that may get a gradient: arguments, then stand-ins for parameters and buffers."""
         self._saved: list[torch.Tensor | None] = []
         self._left: list[float] = []
         self._uses: list[float] = []
-        """How often each saved tensor is asked for, infinitely often by code in Python."""
+        """The number of uses of each saved tensor, infinite for code in Python."""
         self._edges: list[Any] = []
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """Of autograd functions in the graph, and as the forward left them: a backward may let go of what it read."""
@@ -189,7 +189,7 @@ class Differentiated:
             )
 
     def _saved_on(self, node: Any) -> Iterator[tuple[Any, Checkpoint | None]]:
-        """What a node saved; or the checkpoint that recomputes it."""
+        """Yield what a node saved, or the checkpoint that recomputes it."""
         saved = list(torch_private.saved_on(node))
         hooks = [torch_private.unpack_hook(each) for each in saved]
         if not any(hooks):

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from cgpass.graphed.callables import GraphedFunction
 
 Key = tuple[bytes, bytes, tuple[bool, ...]]
-"""Where parameters and buffers lie, which of them require grad, and flags among the arguments."""
+"""Addresses of parameters and buffers, which of them require grad, and flags among the arguments."""
 Execute = Callable[[Callable[[list[Any]], list[Any]], list[Any], list[InputKind], str], list[Any]]
 """Warms a function up, or records it: with its arguments, their kinds and its name; returns what it returned."""
 
@@ -60,7 +60,7 @@ class Call:
         self.members = members
         """Parameters and buffers of the forward, held as autograd would."""
         self.held = pair.kept_storages()
-        """What has saved tensors in it."""
+        """Storages of saved tensors."""
         self.ended = False
         """True once no further backward may come."""
 
@@ -296,7 +296,7 @@ class Pair:
         return not self.closed and (call is None or call.pair is None)
 
     def why_not(self, args: Sequence[torch.Tensor]) -> str | None:
-        """Why a replay can't take these arguments and members."""
+        """Say why a replay can't take these arguments and members; None if it can."""
         if not (self._strides or self._written):
             return None
         names = self.description.binding.names
@@ -392,7 +392,7 @@ class Pair:
         memory.fill(self._kept, held)
 
     def _saved_of(self, call: Call) -> list[Any]:
-        """What a call saved, wherever it lies by now; the call lets go of it if no further backward may come."""
+        """Return what a call saved, wherever it lies by now; the call lets go of it if no further backward may come."""
         held, tensors = call.held, self.forward.memory.tensors
         if call.ended:
             call.held = []
@@ -491,9 +491,9 @@ class _Given(torch.autograd.Function):
 # ---- captures that fail
 
 _LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<"
-"""Where files begin that are none of the user's."""
+"""Beginnings of paths of files that are not the user's."""
 _MODULES = str(Path(torch.nn.__file__).parent / "modules")
-"""Where those of torch's modules begin, named if the user's code has no line there, as in a Sequential."""
+"""Folder of torch's modules, named if the user's code has no line there, as in a Sequential."""
 
 
 @contextlib.contextmanager

@@ -178,7 +178,7 @@ class CheckpointStates:
             found = torch.device("cuda", torch.cuda.current_device())
         self.device = found
         self.tracker = rng_tracker
-        """Whose states are registered with the graph."""
+        """The tracker of states that are registered with the graph."""
         self.spares: list[dict[Source, torch.Generator]] = []
         """For each recomputation, what it draws from instead of each source."""
         self.warmed: Run | None = None
@@ -359,7 +359,7 @@ class CheckpointedGraph(torch.cuda.CUDAGraph):
         make(keep_graph)
         self._states = CheckpointStates(rng_tracker=rng_tracker)
         self._begun: torch.Event | None = None
-        """What replays wait for: torch writes where random numbers begin on the stream of the capture, too."""
+        """Replays wait for it: torch writes where random numbers begin on the stream of the capture, too."""
 
     def warm_up(self) -> contextlib.AbstractContextManager[Any]:
         """A block that runs, without a graph, the code that will be captured, its backward included."""

@@ -28,7 +28,7 @@ Fn = Callable[..., Any] | torch.nn.Module
 
 _CALLS: Final = 9
 _GRAPH_IS_GONE: Final = "Trying to backward through the graph a second time"
-"""What autograd says of results of a function that ran their backward itself."""
+"""Autograd's message for results of a function that ran their backward itself."""
 
 
 @overload

@@ -227,7 +227,7 @@ class _CUDAGraph(CapturedGraph):
         self._generator = generator
         self._recorded = generator.graphsafe_get_state()
         self._draws: bool | None = None
-        """Whether it draws from the default generator; the first replay tells."""
+        """True if it draws from the default generator; None until the first replay tells."""
         pool.graphs.add(graph)
         self._end = weakref.finalize(self, _destroy, graph, pool)
         setattr(self._end, "atexit", False)  # noqa: B010  in no stub

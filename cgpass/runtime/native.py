@@ -54,7 +54,7 @@ _ANOTHER: Final = "Set CXX to another compiler, or install g++ or clang++"
 
 
 class BuildError(Exception):
-    """Why there is no native code, what to do about it, and all that the compiler said."""
+    """Native code is missing: says why, what to do about it, and all that the compiler said."""
 
     def __init__(self, why: str, fix: str, said: str = "") -> None:
         super().__init__(why)
@@ -233,7 +233,7 @@ class Loader:
 
     def __init__(self) -> None:
         self.why_not: str | None = "nothing is recorded; cgpass.summary() says why"
-        """Why there is none, and as it looks will be none."""
+        """The reason that there is none, and as it looks will be none."""
         self._process: int | None = None
         """The one that it was started in; a thread is not forked."""
         self._thread: threading.Thread | None = None

@@ -253,7 +253,7 @@ class InputAlias:
 def alias_of_input(
     output: torch.Tensor, inputs: Sequence[Any], by_storage: Mapping[int, int]
 ) -> InputAlias | None:
-    """Which input an output is (a view of), if it is one; `by_storage` has the first input on the storage at an address."""
+    """Find the input that an output is (a view of), if any; `by_storage` has the first input on the storage at an address."""
     storage = output.untyped_storage()
     index = by_storage.get(storage.data_ptr()) if storage.nbytes() else None
     if index is None:

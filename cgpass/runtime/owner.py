@@ -82,7 +82,7 @@ class Owner:
         self.plain = False
         """True if all calls are to run plainly, to be compared with those that replay."""
         self.bypassed: str | None = None
-        """Why this call runs without a graph, if it does: "asked", "transform" (whose tensors need have no memory),
+        """Cause for running this call without a graph, if any: "asked", "transform" (whose tensors need have no memory),
         "no_native_code"."""
         self.changes: list[Change] = []
         """Under way or broken off. See Note [Changes that are broken off]."""

@@ -80,7 +80,7 @@ _BYPASSED = {
     "transform": "they were made inside a transform",
     "no_native_code": "recording needs the native code, which is missing",
 }
-"""Why calls run without a graph whatever they are, by code."""
+"""Reasons for running any call without a graph, by code."""
 _LEAVE_IN_PLACE = (
     "keep saved tensors in place (hooks and offloading move them), or raise max_copied_mib"
 )
@@ -115,7 +115,7 @@ class PartitionRunner:
     """True if tensors' sizes, strides and dtypes belong to the key, since no guard covers them."""
 
     uses: Uses | None = field(default=None, init=False)
-    """Who gets its outputs, None if the user gets all; to be set before the first call."""
+    """Readers of its outputs, None if the user gets all; to be set before the first call."""
     returned_at: str | None = field(default=None, init=False)
     """The user's line that makes all outputs that he gets, if it is one, for reports."""
 
@@ -125,9 +125,9 @@ class PartitionRunner:
         self._refuses = options.on_skip == "raise"
         self.stats: CallStats = new_call_stats()
         self.reasons = CallReasons()
-        """Why calls ran without a graph."""
+        """Reasons for calls without a graph."""
         self.notes: deque[RecordingNote] = deque(maxlen=_NOTES)
-        """Why the newest recordings were made."""
+        """Notes of the newest recordings."""
         self.layout = layout = Layout(
             infos,
             check_static=options.static_input_check != "off",
@@ -148,7 +148,7 @@ class PartitionRunner:
         self._here = threading.local()
         """True if this thread ran a call without a graph: libraries keep handles for each thread."""
         self._started = 0.0
-        """When the last capture began."""
+        """Begin of the last capture."""
         self._warm_up_ms: float | None = None
         """Host time of the last call without a graph, since the last recording."""
         self._start_anew()
@@ -157,9 +157,9 @@ class PartitionRunner:
     def _start_anew(self) -> None:
         """Know of no failures, and of nothing that was said or recorded."""
         self.failure: str | None = None
-        """Why the partition is captured no more."""
+        """The failure after which the partition is captured no more."""
         self._refusal: str | None = None
-        """What calls that would record raise, if `on_skip` is "raise"."""
+        """Message that calls raise which would record, if `on_skip` is "raise"."""
         self._first_pool = self._largest = self._unseen = 0
         """Pools before this one do not suit (see `move_apart`); bytes that move of the largest call recorded; calls
         since the last recording whose key was new, for a warning."""

@@ -47,14 +47,14 @@ class Recording:
     staged: InitVar[Sequence[Any]]
     """Inputs as they were recorded."""
     placeholders: Mapping[int, Placeholder]
-    """What stands for some of them; kept alive as long as a recording reads it."""
+    """Stand-ins for some of them; kept alive as long as a recording reads them."""
     written: frozenset[int] = frozenset()
     """Inputs that a replay writes, or that are written from the memory that it writes."""
     uses: InitVar[Uses | None] = None
     consumes: Mapping[int, int] = field(default_factory=dict)
     """Inputs whose memory it writes, and the number of users of a storage that nobody else holds."""
     outside: Mapping[int, torch.UntypedStorage] = field(default_factory=dict)
-    """What it reads or returns that is neither an input nor made by it, by address: kept alive here."""
+    """Storages that it reads or returns and that are neither an input's nor made by it, by address: kept alive here."""
     released: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Blocks that were free when it was made, by the capture index of the recording whose outputs lay there."""
     counted: frozenset[int] = frozenset()
@@ -65,7 +65,7 @@ class Recording:
     capture_index: int = field(default=0, init=False)
     """Its position in the order of its owner's recordings."""
     backward: "PartitionRunner | None" = field(default=None, init=False)
-    """What made it, if its gradients can have a pool that forwards don't write. See `Owner.rescue`."""
+    """Its maker, if its gradients can have a pool that forwards don't write. See `Owner.rescue`."""
     made_for: tuple[int, ...] = field(default=(), init=False)
     """Identities of the storages that it reads in place: of layers whose parameters come to one place in turn, one's."""
     draws: list[int] = field(default_factory=list, init=False)
@@ -115,7 +115,7 @@ class Recording:
                 tensors[own[n]] = output
             self._outputs[n] = None
         self.own = own
-        """Which of the memory's tensors an output is, by position."""
+        """Numbers of the memory's tensors that outputs are, by position."""
         self.views: Mapping[int, InputAlias] = aliases
         """Outputs that are (views of) inputs, by position."""
         uses = uses or [(True, False)] * len(outputs)

@@ -39,7 +39,7 @@ from cgpass.runtime.driver import BoxedCallable
 STATE_BYTES: Final = torch.default_generator.get_state().numel()
 _GOLDEN = 0x9E3779B97F4A7C15
 _STEPS_OF_A_CALL = 1 << 26
-"""How far a call in "paired" mode moves the user's generator: more than any operator draws, and calls never meet."""
+"""Steps that a call in "paired" mode moves the user's generator: more than any operator draws, so calls never meet."""
 _FOREIGN_CAPTURE: Final = (
     "a compiled function that recomputes random operators (activation checkpointing with dropout) was called "
     "inside a capture of your own: nobody can tell there which numbers its backward has to repeat. Call it "
@@ -53,7 +53,7 @@ class ForwardState(threading.local):
     """Stands for the user's generator where one forward operator draws from it."""
 
     position: Any = None
-    """Where the operator drew in this thread's call."""
+    """The generator's position when the operator drew in this thread's call."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator

@@ -172,7 +172,7 @@ class _Tape(torch_private.TorchDispatchMode):
         self._inputs = {_address(tensor) for tensor in inputs}
         self._reused = pool.addresses()
         self._before: dict[int, torch.UntypedStorage] = {}
-        """What lay at an address that a call wrote, if that was there before the recording."""
+        """Storages at addresses that a call wrote, if they were there before the recording."""
         self._fresh: dict[int, int] = {}
         """Sizes of the blocks that are this recording's first of all."""
         # a dispatched call gets another Python object of the same generator

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 class InputKind(enum.Enum):
-    """How a recording treats an input."""
+    """A recording's treatment of an input."""
 
     STATIC = "static"
     """Parameter, buffer or marked static: read where it lies; a new address needs a new recording."""
