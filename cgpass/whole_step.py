@@ -535,7 +535,7 @@ class _Update:
                 rate.filled = float(lr)
 
     def changed_since_filled(self) -> bool:
-        """Tell if groups or flags are others than when the rates were filled, and fill them anew."""
+        """Tell if groups or flags are others than when the rates were filled, and fill them again."""
         numbers, changed = self.numbers, False
         for rate in self.rates:
             lr = rate.group["lr"]

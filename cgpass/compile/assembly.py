@@ -130,7 +130,7 @@ class GraphBuilder:
         """One message for everything in the graph that can't be captured.
 
         Raises:
-            CaptureError: The user wants nothing to run plainly.
+            CaptureError: The user wants nothing to run without a graph.
         """
         reasons = [each for each in reasons if not each.is_chosen and self._is_new(each)]
         if reasons:

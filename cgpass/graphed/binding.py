@@ -1,4 +1,4 @@
-"""Arguments and results: how a call's fit the sample that a callable was recorded with, how results are made anew."""
+"""Arguments and results: how a call's fit the sample that a callable was recorded with, how results are rebuilt."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -283,7 +283,7 @@ class Differentiated:
 
 
 class _Placed(Mode):
-    """Have the stand-ins of a run lie on memory, and the modules have them, for a block that assigns none of them anew."""
+    """Have the stand-ins of a run lie on memory, and the modules have them, for a block that rebinds none of them."""
 
     def __init__(
         self,
@@ -314,7 +314,7 @@ class _Placed(Mode):
         names = [name for name, tensor, held in each if tensor is not held]
         if names:
             raise self._d.refusal(
-                f"assigns {', '.join(names)} anew when it runs, and a replay would not. Write in place, as in "
+                f"assigns a new tensor to {', '.join(names)} when it runs, and a replay would not. Write in place, as in "
                 "self.buffer.copy_(value) or self.buffer.add_(1)"
             )
 

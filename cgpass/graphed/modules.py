@@ -42,7 +42,7 @@ class Target:
 
     If copied, of a module it is a shallow copy, `plain`, which shares parameters, buffers and submodules, and has hooks of
     its own. What is recorded knows that one, and never what replays it: no reference leads from a graph, which C++ holds,
-    to whoever holds the graph.
+    to the graph's holder.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ class RNGStatesTracker:
 
     @property
     def generators(self) -> Mapping[str, torch.Generator]:
-        """The states by name, live: whoever captures a graph registers them with it."""
+        """The states by name, live: who captures a graph registers them with it."""
         return MappingProxyType(self._generators)
 
     def default_state(self) -> torch.Generator:

@@ -173,7 +173,7 @@ def _differentiated(result: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
-# ---- what a function reaches, and what is put back
+# ---- what a function reaches, and what is restored
 
 
 def _reached(value: Any, depth: int = 2) -> Iterator[Any]:

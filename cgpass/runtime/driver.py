@@ -33,7 +33,7 @@ class CapturedGraph:
         raise NotImplementedError
 
     def share(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Have whoever made earlier calls read tensors that the current stream just wrote, its outputs' new places."""
+        """Let streams of earlier calls read tensors that the current stream just wrote, its outputs' new places."""
 
     def reset(self) -> None:
         """Free the graph. Memory that its outputs lie in is freed when they are."""
@@ -94,7 +94,7 @@ class GraphDriver:
 
 
 class Pool:
-    """A memory pool and the graphs that keep it in use; whoever replays them keeps them alive.
+    """A memory pool and the graphs that keep it in use; who replays them keeps them alive.
 
     Note [Warm-ups have a pool of their own]
         What a warm-up takes and gives back stays the pool's for good, cut up as the warm-up needed it: a capture in the

@@ -4,7 +4,7 @@ Note [When native code is compiled]
     A compilation that may record starts it, beside itself. The first call of a function that has captured partitions
     waits for it, whatever that call does: all that decides about it is in there. So a process that may record leaves it
     for every later one, however short it is; one that records nothing (`driver="none"`) neither starts it nor waits. Of
-    several processes one compiles, under a lock that the kernel takes from whoever dies; the others wait, and load what
+    several processes one compiles, under a lock that the kernel takes from a process that dies; the others wait, and load what
     it made. The file gets its name when it is complete.
 
 Note [Where there is no native code]

@@ -10,7 +10,7 @@ Note [Calls from several threads]
     That other thread may just then be inside of an operator, between asking for an output's address and launching the
     kernel that reads it. So as soon as a second thread calls, what users get is copied from then on, gradients too, and
     nobody holds memory that moves; recordings made so far go, whatever waits for a backward, and leave what is held to
-    its holders. Backwards do not count as calls: autograd makes them on threads of its own, and whoever called waits.
+    its holders. Backwards do not count as calls: autograd makes them on threads of its own, and the caller waits.
 """
 
 import logging
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 _LETTING_GO = 0.001
-"""Seconds, once a backward: autograd's own thread lets go of gradients when whoever called it goes on already, and nothing
+"""Seconds, once a backward: autograd's own thread lets go of gradients when the caller goes on already, and nothing
 tells when it has; gradients that seem to be kept are given a pool of their own for good."""
 
 
@@ -80,7 +80,7 @@ class Owner:
         self.copies_results = options.outputs == "owned"
         """True if users own what they get, always once calls came from several threads: who hands it out copies it."""
         self.plain = False
-        """True if all calls are to run plainly, to be compared with those that replay."""
+        """True if all calls are to run without a graph, to be compared with those that replay."""
         self.bypassed: str | None = None
         """Cause for running this call without a graph, if any: "asked", "transform" (whose tensors need have no memory),
         "no_native_code"."""
@@ -249,7 +249,7 @@ class Owner:
             self._pool_addresses.clear()
 
     def changing(self) -> Change:
-        """A block that changes what is recorded; where it raises, the next call starts anew."""
+        """A block that changes what is recorded; where it raises, the next call starts again."""
         return _Changing(self)
 
     def start_anew(self) -> None:

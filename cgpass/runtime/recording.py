@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class Recording:
     """One captured graph: where its inputs must lie, and what it hands out.
 
-    Whoever calls `run` checks before that a call's inputs match.
+    The caller of `run` checks before that a call's inputs match.
     """
 
     graph: CapturedGraph

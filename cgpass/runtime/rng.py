@@ -2,7 +2,7 @@
 
 Note [Positions of generators]
     In "exact" mode the forward half of a pair draws from the user's own generator, as eager does. Where that stands
-    just then is noted for the backward: read off the generator where the operator runs plainly. A graph's replay runs
+    just then is noted for the backward: read off the generator where the operator runs outside of a graph. A graph's replay runs
     no host code: there it is the position at the partition's start plus what a warm-up of the same shape learnt.
     In "paired" mode the forward half has a generator of its own. Every call sets it from where the user's generator
     stands, and moves that on, so a seed reaches it.
@@ -15,7 +15,7 @@ Note [Positions of generators]
 
 Note [Seeds of attention]
     Memory-efficient attention with dropout returns the generator's seed and offset as two tensors. They lie on the
-    host where the operator ran plainly, on the device where it was captured; its backward reads them through a pointer
+    host where the operator ran without a graph, on the device where it was captured; its backward reads them through a pointer
     to wherever it is called itself. What one partition made in a graph and another reads outside of one, or the other
     way round, has to change places in between.
 

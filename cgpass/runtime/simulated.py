@@ -328,7 +328,7 @@ class SimulatedDriver(GraphDriver):
     def record(
         self, fn: BoxedCallable, args: list[Any], *, opaque: bool, pool_index: int = 0
     ) -> tuple[CapturedGraph, list[Any]]:
-        """See `GraphDriver.record`. Runs `fn` once, then puts back its inputs and the generators."""
+        """See `GraphDriver.record`. Runs `fn` once, then restores its inputs and the generators."""
         states = random_states(self.device, args)
         pool = self._pools.get(pool_index) or SimulatedPool()
         self._pools[pool_index] = pool

@@ -47,7 +47,7 @@ def _dispatch_keys() -> tuple[Any, Any]:
 
 with concurrent.futures.ThreadPoolExecutor(1) as _threads:
     _KEYS_OF_A_THREAD = _threads.submit(_dispatch_keys).result()
-"""Dispatch keys that a thread starts with: whoever imports this may have others. Fake tensors' kernels run with the
+"""Dispatch keys that a thread starts with: the importing thread may have others. Fake tensors' kernels run with the
 meta device's (torch/_subclasses/fake_tensor.py `in_kernel_invocation_manager`, 2.11 to 2.15)."""
 
 

@@ -39,4 +39,4 @@ class InputInfo:
     is_resized: bool = False
     """A tensor with sizes or strides that no integer among the inputs tells."""
     in_place: bool = False
-    """Never copied: whoever writes it knows it by itself, and not as an input."""
+    """Never copied: its writer knows it by itself, and not as an input."""
