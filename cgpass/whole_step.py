@@ -651,7 +651,7 @@ def _why_never(
         return "its backward is not compiled yet"
     layout, forward, backward, _ = graphs
     if len(args) != layout.num_inputs:
-        return f"Dynamo made parameters a part of the graph, as where {_WRITES_NUMBERS}"
+        return f"Dynamo compiled parameters into the graph, for instance because {_WRITES_NUMBERS}"
     if len(layout.differentiable) != 1:
         return f"{len(layout.differentiable)} results of the loss require grad; detach all but the loss"
     if returned[layout.differentiable[0]] is not loss or loss.numel() != 1:

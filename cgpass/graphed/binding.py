@@ -28,7 +28,7 @@ class Structure:
         self._is_tensor = isinstance(value, torch.Tensor)
 
     def misfit(self, before: "Structure") -> str | None:
-        """What is returned otherwise than in the run before: tensors in other places, or objects that can be no constants."""
+        """Say how this differs from the run before: tensors in other places, or objects that can be no constants."""
         if self.places != before.places or len(self.leaves) != len(before.leaves):
             return "another structure than in the run before. Its result must not depend on how often it ran"
         for now, then in zip(self.leaves, before.leaves, strict=True):
