@@ -260,7 +260,7 @@ class Compilation:
             )
         outputs = graph_outputs(gm)
         context = PassContext(device=torch.device("cpu"), stage="rng", direction=direction)
-        # By themselves: a graph that runs plainly must repeat its forward's numbers, too, and give gradients apart.
+        # By themselves: what runs without a CUDA graph must repeat its forward's numbers, too, and give gradients apart.
         found = run_passes((OwnGradients(), FunctionalizeRng()), gm, context)
         if found:
             fn = self._with_pairs(gm, example_inputs, direction, settings, *found)
@@ -329,7 +329,7 @@ class Compilation:
             known = {n.name: InputKind.STATIC for n in inputs if self._is_static(n)}
         for name in [inputs[i].name for i in otherwise]:
             if not is_whole:
-                known[name] = InputKind.COPIED  # anew in each call
+                known[name] = InputKind.COPIED  # new in each call
             elif known.get(name) is InputKind.STATIC:
                 known[name] = InputKind.POOLED  # the forward's copy of a parameter
         build.kinds = value_kinds(gm, known)

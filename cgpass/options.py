@@ -45,7 +45,7 @@ class Options:
     """
 
     compiler: Literal["inductor", "eager"] = _choice("inductor", "eager")
-    """Who makes a partition's kernels: Inductor, or aten operators as they are."""
+    """Kernels of a partition: Inductor's, or aten operators as they are."""
 
     driver: Literal["auto", "cuda", "simulated", "none"] = _choice(
         "auto", "cuda", "simulated", "none"
@@ -53,7 +53,7 @@ class Options:
     """Records and replays graphs; `auto`: `cuda` if the graph is on CUDA, else `none`."""
 
     static_input_check: Literal["rerecord", "error", "off"] = _choice("rerecord", "error", "off")
-    """What to do when a parameter moved or was replaced. Use `off` only if parameters provably never move. Another
+    """Reaction to a parameter that moved or was replaced. Use `off` only if parameters provably never move. Another
     module that shares the code does not count."""
 
     max_recordings: int = _count(64, at_least=1)
@@ -73,14 +73,14 @@ class Options:
     graph."""
 
     min_partition_ops: int = _count(4, at_least=1)
-    """Where something in a graph can't be captured, partitions around it with fewer operators that do work on the device
+    """If something in a graph can't be captured, partitions around it with fewer operators that do work on the device
     run without a graph, too; views don't count. A graph that is one partition is captured whatever its size."""
 
     unsafe_ops: tuple[str, ...] = ()
     """Operators that are never captured, as `ns::op` or `ns::op.overload`."""
 
     on_skip: Literal["warn", "raise", "silent"] = _choice("warn", "raise", "silent")
-    """What to do with a partition that can't be captured."""
+    """Reaction to a partition that can't be captured."""
 
     rng: Literal["exact", "paired"] = _choice("exact", "paired")
     """`exact`: eager's own random numbers. `paired`: generator pairs with their own seeds."""

@@ -178,12 +178,12 @@ class TrainStep:
         self._compiled = torch.compile(fn, fullgraph=True, backend=cgpass, options={**given})
         self._broken = torch.compile(fn, backend=cgpass, options={**given})
         self._why_broken: str | None = None
-        """Why the loss is several graphs."""
+        """The cause of several graphs in the loss."""
         self._too_often = False
         """True if Dynamo compiles no more variants; those that it knows go on."""
         self._variants: weakref.WeakKeyDictionary[TrainingCall, _Whole | str]
         self._variants = weakref.WeakKeyDictionary()
-        """What Dynamo compiled: how it runs, or why it runs in pieces."""
+        """Variants that Dynamo compiled: how each runs, or why in pieces."""
         finalizer: Any = weakref.finalize(self, torch_private.forget_compiled, fn.__code__)
         finalizer.atexit = False
         telemetry.add_step(self)
@@ -255,7 +255,7 @@ class TrainStep:
             return due > 0
 
     def explain(self) -> str:
-        """How calls ran, why not as one replay, and what the graphs read, a line each."""
+        """Say how calls ran, why not as one replay, and what the graphs read, a line each."""
         pieces = self.calls - self.whole_calls
         lines = [
             f"{self._name}: {many(self.calls, 'call')}, {self.whole_calls} as a whole, {pieces} in pieces"
@@ -315,7 +315,7 @@ class TrainStep:
             self._update.look()  # optimizers make their state in the first step
 
     def _why_pieces(self) -> str | None:
-        """Why this call can't be a whole step, whatever Dynamo compiled for it."""
+        """Say why this call can't be a whole step, whatever Dynamo compiled for it."""
         why = self._update.look()
         if self._options.driver == "none":
             return 'driver="none" turns graphs off'
@@ -352,10 +352,10 @@ class _Call:
 
     variants: "weakref.WeakKeyDictionary[TrainingCall, _Whole | str]"
     why: str | None
-    """Why it runs in pieces, as far as that is known."""
+    """The reason that it runs in pieces, as far as that is known."""
     graphs: int = 0
     whole: "_Whole | None" = None
-    """What it ran as a whole, or in turn."""
+    """The variant that it ran as a whole, or in turn."""
     met: tuple[TrainingCall, _Args, list[Any]] | None = None
     """A graph that it ran in pieces and nobody knows yet, its inputs and outputs."""
 
@@ -406,7 +406,7 @@ class _Rate:
     group: dict[str, Any]
     tensor: torch.Tensor
     filled: float | None = None
-    """What it was filled with; None where it is the user's own."""
+    """The rate in it; None where the tensor is the user's own."""
 
 
 class _RatesAsTensors(Mode):
@@ -466,16 +466,16 @@ class _Update:
         """True if autograd is told what the optimizers write, as it is not by fused ones of torch 2.14."""
         self._last: tuple[tuple[Any, ...], tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]]
         self._last = (), ((), ())
-        """What `read` derived its last result from, and that."""
+        """Source of `read`'s last result, and that result."""
         self.known_as: dict[int, str] = {}
         """Names of parameters, by their `id`s; `params` holds them."""
         self.looks = 0
-        """How often the optimizers' tensors were others than before."""
+        """The number of times that the optimizers' tensors were others than before."""
         self._groups: list[dict[str, Any]] = []
         self._contents = self._parts = _NOTHING
         """All that optimizers have and read but learning rates, and where tensors of it lie; the same without numbers."""
         self._reads: dict[str, Any] = {}
-        """What they read besides."""
+        """Values that they read besides."""
         self._why_never: str | None = None
 
     def groups(self) -> list[dict[str, Any]]:
@@ -535,7 +535,7 @@ class _Update:
                 rate.filled = float(lr)
 
     def changed_since_filled(self) -> bool:
-        """Tell if groups or flags are others than when the rates were filled, and fill them anew."""
+        """Tell if groups or flags are others than when the rates were filled, and fill them again."""
         numbers, changed = self.numbers, False
         for rate in self.rates:
             lr = rate.group["lr"]
@@ -594,7 +594,7 @@ class _Update:
         return _NEW_STATE if is_new else changed
 
     def why_pieces(self) -> str | None:
-        """Why the next update can't be part of a graph, as things stand in this call. To be asked after `look`."""
+        """Say why the next update can't be part of a graph, as things stand in this call. To be asked after `look`."""
         if (hooked := torch_private.step_hooks(self.optimizers)) is not None:
             return hooked
         at = fast.first_watched(self.params)
@@ -645,13 +645,13 @@ def _by_value(value: object) -> Any:
 def _why_never(
     training: TrainingCall, args: _Args, returned: list[Any], loss: torch.Tensor
 ) -> str | None:
-    """Why calls of a graph that Dynamo compiled always run in pieces, told by one that did."""
+    """Say why all calls of a graph that Dynamo compiled run in pieces, judged by one that did."""
     graphs = training.graphs
     if graphs is None:
         return "its backward is not compiled yet"
     layout, forward, backward, _ = graphs
     if len(args) != layout.num_inputs:
-        return f"Dynamo made parameters a part of the graph, as where {_WRITES_NUMBERS}"
+        return f"Dynamo compiled parameters into the graph, for instance because {_WRITES_NUMBERS}"
     if len(layout.differentiable) != 1:
         return f"{len(layout.differentiable)} results of the loss require grad; detach all but the loss"
     if returned[layout.differentiable[0]] is not loss or loss.numel() != 1:
@@ -726,11 +726,11 @@ class _Whole:
 
     @property
     def _leaves(self) -> list[torch.Tensor]:
-        """What gets gradients, in this call."""
+        """Tensors that get gradients in this call."""
         return self._contents[0]
 
     def why_not(self, training: TrainingCall, args: _Args) -> str | None:
-        """Why a call runs in pieces."""
+        """Say why a call runs in pieces; None if it need not."""
         update = self._update
         if not training.is_plain(args):
             return "autograd is in a mode of its own in this call"

@@ -73,7 +73,7 @@ def main() -> int:
     if unknown := [name for name in names if name not in PROGRAMS]:
         parser.error(f"no such program: {', '.join(unknown)}")
     torch.set_num_threads(1)
-    torch._dynamo.config.recompile_limit = 1000  # a signal may have Dynamo compile anew
+    torch._dynamo.config.recompile_limit = 1000  # a signal may have Dynamo compile again
     if not native.loader.wait():
         parser.error(f"there is no native code: {native.loader.why_not}")
     started = time.perf_counter()

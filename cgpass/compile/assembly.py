@@ -74,7 +74,7 @@ class GraphBuilder:
     function: int
     """The function's number in what telemetry knows."""
     graph_break: Reason | None
-    """Why Dynamo ended it where it did, if the user's goes on."""
+    """Dynamo's reason to end it there, if the user's function goes on."""
     direction: Direction
     target: Target
     settings: Mapping[str, Any]
@@ -130,7 +130,7 @@ class GraphBuilder:
         """One message for everything in the graph that can't be captured.
 
         Raises:
-            CaptureError: The user wants nothing to run plainly.
+            CaptureError: The user wants nothing to run without a graph.
         """
         reasons = [each for each in reasons if not each.is_chosen and self._is_new(each)]
         if reasons:

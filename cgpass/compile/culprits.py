@@ -3,9 +3,9 @@
 Note [A failed capture]
     The operators are found by running the partition once more, one after the other. They are known of the function's
     code from then on, and Dynamo is told to compile it again in its next call: what turned out while capturing goes the
-    same way as what was known before, `unsafe_ops` among it. The call at hand runs plainly, and so do backwards that are
+    same way as what was known before, `unsafe_ops` among it. The call at hand runs without a graph, and so do backwards that are
     due. A function that holds collectives is not compiled again, since all ranks must keep the same partitions: the
-    partition runs plainly.
+    partition runs without a graph.
 """
 
 import contextlib

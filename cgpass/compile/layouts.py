@@ -59,7 +59,7 @@ def _lay_out(values: list[Any], strides: dict[int, tuple[int, ...]]) -> list[Any
 def outputs_as_traced(gm: fx.GraphModule) -> Callable[[Boxed], Boxed]:
     """Decorate what a graph is compiled to, so that outputs lie as they were traced.
 
-    Inductor does so for outputs that it computes, but may lay a view out anew.
+    Inductor does so for outputs that it computes, but may give a view a new layout.
     """
     strides_of = _strides_as_traced(gm, enumerate(graph_outputs(gm)))
 
@@ -128,7 +128,7 @@ def _copied(value: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 def keep_contiguous(gm: fx.GraphModule, positions: Container[int]) -> None:
     """Have Inductor return gradients of parameters as they were traced, where that is contiguous and not channels-last.
 
-    A backward that reads channels-last copies of what its forward saved is traced anew by Inductor, with gradients of
+    A backward that reads channels-last copies of what its forward saved is traced again by Inductor, with gradients of
     weights that are channels-last, too. Autograd copies each into the weight's layout, in kernels that the host launches
     one by one; here they are in the graph. Inductor drops a clone that changes no layout. `positions` are the gradients
     of parameters; others go on as they are to what made the input.

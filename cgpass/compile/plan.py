@@ -32,7 +32,7 @@ def build_plan(
         return constants[-1][0]
 
     def slot_of(value: fx.Node) -> int:
-        """Where a value lies; attributes and numbers on first use."""
+        """Return a value's slot; attributes and numbers get theirs on first use."""
         node = resolve(value)
         if node not in slots and node.op == "get_attr":
             slots[node] = constant(attribute(gm, str(node.target)))

@@ -126,7 +126,7 @@ Step = tuple[bool, int]
 def schedule_of(
     order: Sequence[int], num_callables: int, num_samples: int
 ) -> tuple[list[int], list[Step]]:
-    """Which callable each forward runs, and all steps in order, of a pipeline whose chunks have as many callables each.
+    """List each forward's callable, and all steps in order, of a pipeline whose chunks have as many callables each.
 
     Raises:
         ScheduleError: The order can't be run, or these are not as many callables and samples as it takes.

@@ -1,4 +1,4 @@
-"""Arguments and results: how a call's fit the sample that a callable was recorded with, how results are made anew."""
+"""Arguments and results: how a call's fit the sample that a callable was recorded with, how results are rebuilt."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ _OPAQUE = (bool, int, float, complex, str, bytes)
 
 
 class Structure:
-    """How arguments or results are made of tensors, each of which is given once; holds none of them."""
+    """The structure of arguments or results that tensors fill, each given once; holds none of them."""
 
     def __init__(self, value: Any) -> None:
         leaves, self.spec = pytree.tree_flatten(value)
@@ -28,7 +28,7 @@ class Structure:
         self._is_tensor = isinstance(value, torch.Tensor)
 
     def misfit(self, before: "Structure") -> str | None:
-        """What is returned otherwise than in the run before: tensors in other places, or objects that can be no constants."""
+        """Say how this differs from the run before: tensors in other places, or objects that can be no constants."""
         if self.places != before.places or len(self.leaves) != len(before.leaves):
             return "another structure than in the run before. Its result must not depend on how often it ran"
         for now, then in zip(self.leaves, before.leaves, strict=True):
@@ -79,7 +79,7 @@ class Binding:
         """The sample's flags; each combination of others is recorded, too."""
         is_simple = not kwargs and all(isinstance(arg, torch.Tensor) for arg in args)
         self._num_tensors = len(args) if is_simple else -1
-        """How many arguments there are, if these are tensors, not given by keyword."""
+        """The number of arguments, if all are tensors and none is given by keyword; else -1."""
         tensors: list[torch.Tensor] = [leaves[i] for i in self._places]
         for i, tensor in zip(self._places, tensors, strict=True):
             check_tensor(f"{name}: {self._names[i]}", tensor, device)
@@ -93,7 +93,7 @@ class Binding:
         self.samples = [_dense(tensors[i]) for i in self._distinct]
         """The sample's tensors, each once, each element in a place of its own."""
         self.names = [self._names[self._places[number]] for number in self._distinct]
-        """What the user calls them, each in the first of its places."""
+        """The user's names of them, each in the first of its places."""
 
     def bind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

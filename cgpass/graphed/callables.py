@@ -52,11 +52,10 @@ class GraphedFunction:
         options: GraphedOptions,
         owner: Owner | None,
     ) -> None:
-        """Args: owner: what records; None to run without a graph always."""
         self.name = self.__name__ = target.name
         self.refusal = target.refusal
         self.ungraphed: Callable[..., Any] = target.run
-        """What runs the callable without a graph."""
+        """Runs the callable without a graph."""
         self.stats = ByHand(name=target.name)
         """Counts of calls, recordings and replays."""
         add_stats(self.stats)
@@ -64,16 +63,18 @@ class GraphedFunction:
         self.with_grad = torch.is_grad_enabled()
         """True if a backward is recorded where results require grad."""
         self.makes_weight_grads = target.backward_dw
-        """What makes the gradients that the backward leaves out, of weights, by filling their `.grad`."""
+        """Makes the gradients that the backward leaves out, of weights, by filling their `.grad`."""
         self.due: deque[Call | None] = deque()
         """Calls whose backward ran, but not yet what was split off, oldest first; None for one without a graph."""
-        self._target, self._owner = target, owner
+        self._target = target
+        self._owner = owner
+        """Makes the recordings; None to run without a graph always."""
         self._told: set[str] = set()
         self._pairs: dict[Key, list[Pair]] = {}
         self._num_left = options.max_rerecords
-        """How often it may still be recorded."""
+        """Recordings that it may still make."""
         self._refused: dict[Key, str] = {}
-        """Why nothing is recorded for some keys."""
+        """Keys for which nothing is recorded, and the cause."""
         self._in_hook = False
         self._settings = self._settings_now()
         self.find_statics()
@@ -168,7 +169,7 @@ class GraphedFunction:
         return dtype, tracker and tracker.current
 
     def _why_plain(self) -> str | None:
-        """Why a call can't be replayed with settings and modules as they are; None if it can."""
+        """Say why settings and modules, as they are, forbid a replay; None if they don't."""
         if _is_watched():
             return "a transform, a tracer or a dispatch mode is active, and would not see a replay"
         if self._settings_now() != self._settings:

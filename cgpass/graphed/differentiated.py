@@ -49,16 +49,14 @@ class Differentiated:
     def __init__(self, d: "GraphedFunction", flags: tuple[bool, ...], *, warms_up: bool) -> None:
         """Describe a run. See Note [A backward with explicit saved tensors]."""
         self._d, self._flags, self._warms_up = d, flags, warms_up
-        self._statics = (
-            d.statics
-        )  # later, modules may have others, and a pending backward still has these
+        self._statics = d.statics  # modules may have others by the time of a pending backward
         self._num_inputs = len(d.binding.samples)
         self.leaves: list[torch.Tensor] = []
-        """What may get a gradient: arguments, then stand-ins for parameters and buffers."""
+        """Tensors that may get a gradient: arguments, then stand-ins for parameters and buffers."""
         self._saved: list[torch.Tensor | None] = []
         self._left: list[float] = []
         self._uses: list[float] = []
-        """How often each saved tensor is asked for, infinitely often by code in Python."""
+        """The number of uses of each saved tensor, infinite for code in Python."""
         self._edges: list[Any] = []
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """Of autograd functions in the graph, and as the forward left them: a backward may let go of what it read."""
@@ -196,7 +194,7 @@ class Differentiated:
             )
 
     def _saved_on(self, node: Any) -> Iterator[tuple[Any, Checkpoint | None]]:
-        """What a node saved; or the checkpoint that recomputes it."""
+        """Yield what a node saved, or the checkpoint that recomputes it."""
         saved = list(torch_private.saved_on(node))
         hooks = [torch_private.unpack_hook(each) for each in saved]
         if not any(hooks):
@@ -292,7 +290,7 @@ class Differentiated:
 
 
 class _Placed(Mode):
-    """Have the stand-ins of a run lie on memory, and the modules have them, for a block that assigns none of them anew."""
+    """Have the stand-ins of a run lie on memory, and the modules have them, for a block that rebinds none of them."""
 
     def __init__(
         self,
@@ -324,7 +322,7 @@ class _Placed(Mode):
         names = [name for name, tensor, held in each if tensor is not held]
         if names:
             raise self._refusal(
-                f"assigns {', '.join(names)} anew when it runs, and a replay would not. Write in place, as in "
+                f"assigns a new tensor to {', '.join(names)} when it runs, and a replay would not. Write in place, as in "
                 "self.buffer.copy_(value) or self.buffer.add_(1)"
             )
 

@@ -42,7 +42,7 @@ class Target:
 
     If copied, of a module it is a shallow copy, `plain`, which shares parameters, buffers and submodules, and has hooks of
     its own. What is recorded knows that one, and never what replays it: no reference leads from a graph, which C++ holds,
-    to whoever holds the graph.
+    to the graph's holder.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Target:
                 f"make_graphed_callables: callable {index or 0} is a {type(fn).__name__}; give a module, a function or a tuple of them."
             )
         self.given = fn
-        """What the user gave."""
+        """The user's module or function."""
         self.is_module = isinstance(fn, torch.nn.Module)
         own = getattr(fn, "__qualname__", type(fn).__name__).replace("<locals>.", "")
         self.name = own if index is None else f"callable {index} ({own})"
@@ -162,7 +162,7 @@ class Target:
 
 
 _ORIGINAL = "_class_without_graphs"
-"""Where the class of a graphed module has the one that the user's is of."""
+"""The attribute of a graphed module's class that has the user's class."""
 
 
 def _alone(kind: type, own: Callable[..., Any] | None, module: torch.nn.Module) -> Any:

@@ -50,17 +50,17 @@ class GraphedOptions:
     """One entry per callable: what runs around its warm-ups and captures, never on a replay."""
 
     warmup_hooks: Hooks | None = None
-    """What runs around all warm-ups, once."""
+    """Hooks that run around all warm-ups, once."""
 
     max_rerecords: int = 16
     """Recordings made because parameters moved, for other flags, or since tensors that are kept beside autograd wait for
     their backward, before further calls of that kind run without a graph."""
 
     rng_tracker: RNGStatesTracker | None = None
-    """Whose states the callables draw from beside the default ones."""
+    """Tracker of states that the callables draw from, beside the default ones."""
 
     driver: Literal["auto", "cuda", "simulated", "none"] = "auto"
-    """What records and replays; `auto`: `cuda` where the samples lie on CUDA, else `none`."""
+    """Records and replays; `auto`: `cuda` where the samples lie on CUDA, else `none`."""
 
     def __post_init__(self) -> None:
         Options(driver=self.driver)  # which checks it

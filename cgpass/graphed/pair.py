@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from cgpass.graphed.callables import GraphedFunction
 
 Key = tuple[bytes, bytes, tuple[bool, ...]]
-"""Where parameters and buffers lie, which of them require grad, and flags among the arguments."""
+"""Addresses of parameters and buffers, which of them require grad, and flags among the arguments."""
 Execute = Callable[[Callable[[list[Any]], list[Any]], list[Any], list[InputKind], str], list[Any]]
 """Warms a function up, or records it: with its arguments, their kinds and its name; returns what it returned."""
 
@@ -56,11 +56,12 @@ class Call:
     __slots__ = ("__weakref__", "ended", "held", "members", "name", "pair", "position")
 
     def __init__(self, pair: "Pair", members: list[torch.Tensor], position: Any) -> None:
-        """Args: members: Parameters and buffers of the forward, held as autograd would."""
         self.pair: Pair | None = pair
-        self.name, self.members, self.position = pair.description.name, members, position
+        self.name, self.position = pair.description.name, position
+        self.members = members
+        """Parameters and buffers of the forward, held as autograd would."""
         self.held = pair.kept_storages()
-        """What has saved tensors in it."""
+        """Storages of saved tensors."""
         self.ended = False
         """True once no further backward may come."""
 
@@ -80,8 +81,9 @@ class Pair:
         *,
         in_order: bool = False,
     ) -> None:
-        """Args: in_order: set if it may share the pool of the others, in whose order it is recorded."""
-        self.description, self._owner, self.flags, self._in_order = d, owner, flags, in_order
+        self.description, self._owner, self.flags = d, owner, flags
+        self._in_order = in_order
+        """True if it may share the pool of the others, in whose order it is recorded."""
         self.closed = False
         self.graph: Differentiated
         self.structure: Any = None
@@ -115,7 +117,7 @@ class Pair:
     def record_forward(self) -> None:
         """Record the forward, and hold what it made as a call does, which leaves all as it was."""
         is_shared = self._in_order and not self._is_alone
-        self._slot = 0 if is_shared else self._owner.new_slot()
+        self._pool_index = 0 if is_shared else self._owner.new_pool()
         self._forward(self._record_first, list)
 
     def record_backward(self) -> list[torch.Tensor]:
@@ -239,32 +241,32 @@ class Pair:
         """
         given = args.copy(), kinds.copy()
         outputs = self._record(fn, args, kinds, what)
-        if self._slot == 0 and self._is_alone:
+        if self._pool_index == 0 and self._is_alone:
             outputs.clear()
             self._owner.close_recording(self.forward)
             self.description.stats.recordings -= 1
-            self._slot = self._owner.new_slot()
+            self._pool_index = self._owner.new_pool()
             outputs = self._record(fn, *given, what)
         return outputs
 
     def _record(
         self, fn: Callable[[list[Any]], list[Any]], args: list[Any], kinds: Any, what: str
     ) -> list[Any]:
-        d, owner, slot = self.description, self._owner, self._slot
+        d, owner, pool_index = self.description, self._owner, self._pool_index
         if what == "forward":
             self._generators = self._states.generators
         args += self._generators
         kinds += [InputKind.OPAQUE] * len(self._generators)
         infos = [InputInfo(f"input {i}", kind) for i, kind in enumerate(kinds)]
         layout = Layout(infos, check_static=True, check_layout=False)
-        owner.begin_recording(slot)
-        before = owner.driver.live_blocks(slot)
+        owner.begin_recording(pool_index)
+        before = owner.driver.live_blocks(pool_index)
         recorder = Recorder(
             fn, layout, owner, False, what == "forward", d.stats, shares_inputs=not self._is_alone
         )
         label = f"recording {what} of {d.name}, graphed by hand"
         with progress.shown(label, current_defaults().progress), _blamed(d.name, what):
-            recording = recorder.record(args, slot)
+            recording = recorder.record(args, pool_index)
         owner.add_recording(recording)
         self._recordings[what] = recording
         d.stats.recordings += 1
@@ -274,7 +276,7 @@ class Pair:
         if what != "forward":
             return recording.memory.aliases()
         self.forward = recording
-        kept = owner.driver.live_blocks(slot).keys() - before.keys()
+        kept = owner.driver.live_blocks(pool_index).keys() - before.keys()
         self._is_alone |= not kept <= {*recording.memory.addresses()}
         written = [(args[i].data, args[i].data.clone()) for i in sorted(recording.written)]
         outputs = recording.run(args)
@@ -295,7 +297,7 @@ class Pair:
         return not self.closed and (call is None or call.pair is None)
 
     def why_not(self, args: Sequence[torch.Tensor]) -> str | None:
-        """Why a replay can't take these arguments and members."""
+        """Say why a replay can't take these arguments and members; None if it can."""
         if not (self._strides or self._written):
             return None
         names = self.description.binding.names
@@ -393,7 +395,7 @@ class Pair:
         memory.fill(self._kept, held)
 
     def _saved_of(self, call: Call) -> list[Any]:
-        """What a call saved, wherever it lies by now; the call lets go of it if no further backward may come."""
+        """Return what a call saved, wherever it lies by now; the call lets go of it if no further backward may come."""
         held, tensors = call.held, self.forward.memory.tensors
         if call.ended:
             call.held = []
@@ -492,7 +494,7 @@ class _Given(torch.autograd.Function):
 # ---- captures that fail
 
 _MODULES = str(Path(torch.nn.__file__).parent / "modules")
-"""Where those of torch's modules begin, named if the user's code has no line there, as in a Sequential."""
+"""Folder of torch's modules, named if the user's code has no line there, as in a Sequential."""
 
 
 @contextlib.contextmanager

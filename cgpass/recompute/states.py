@@ -23,7 +23,7 @@ from cgpass.recompute.tracker import (
 # While a graph is captured, nobody can read or set a generator's offset. What can be done is to exchange the state
 # that a generator draws from for another one, if that was registered with the graph before the capture began. So:
 #
-# 1. A warm-up runs the same code plainly. At every checkpoint it notes how far each state has advanced since the run
+# 1. A warm-up runs the same code without a graph. At every checkpoint it notes how far each state has advanced since the run
 #    began, and it makes spare states for every recomputation.
 # 2. The capturer registers the spares. In the capture a forward draws from the user's own states, as eager does; a
 #    recomputation draws from its spares.
@@ -152,7 +152,7 @@ class Numbers:
 class CheckpointStates:
     """The random number states with which the checkpoints of one captured function recompute.
 
-    `CheckpointedGraph` has one for its graph. Whoever captures forward and backward apart makes one a recording:
+    `CheckpointedGraph` has one for its graph. Who captures forward and backward apart makes one a recording:
 
         with states:                # warm-up; the backward may come later, its checkpoints know where they belong
             out = fn(*args)
@@ -178,7 +178,7 @@ class CheckpointStates:
             found = torch.device("cuda", torch.cuda.current_device())
         self.device = found
         self.tracker = rng_tracker
-        """Whose states are registered with the graph."""
+        """The tracker of states that are registered with the graph."""
         self.spares: list[dict[Source, torch.Generator]] = []
         """For each recomputation, what it draws from instead of each source."""
         self.warmed: Run | None = None
@@ -359,7 +359,7 @@ class CheckpointedGraph(torch.cuda.CUDAGraph):
         make(keep_graph)
         self._states = CheckpointStates(rng_tracker=rng_tracker)
         self._begun: torch.Event | None = None
-        """What replays wait for: torch writes where random numbers begin on the stream of the capture, too."""
+        """Replays wait for it: torch writes where random numbers begin on the stream of the capture, too."""
 
     def warm_up(self) -> contextlib.AbstractContextManager[Any]:
         """A block that runs, without a graph, the code that will be captured, its backward included."""

@@ -38,7 +38,7 @@ def set_state(generator: torch.Generator, state: torch.Tensor) -> None:
 
 
 class _Standing:
-    """Whose numbers the CPU's default generator draws: handles of states as CUDA has them, done by copies.
+    """The state whose numbers the CPU's default generator draws: handles of states as CUDA has them, done by copies.
 
     Process-wide, as that generator is. While it stands for a named one, that one's own state is out of date.
     """
@@ -73,7 +73,7 @@ class RNGStatesTracker:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
-        """Whose default generator `fork` works on."""
+        """The device whose default generator `fork` works on."""
         self.current: str | None = None
         """The name of the innermost `fork`, None outside of any."""
         self._generators: dict[str, torch.Generator] = {}
@@ -81,7 +81,7 @@ class RNGStatesTracker:
 
     @property
     def generators(self) -> Mapping[str, torch.Generator]:
-        """The states by name, live: whoever captures a graph registers them with it."""
+        """The states by name, live: who captures a graph registers them with it."""
         return MappingProxyType(self._generators)
 
     def default_state(self) -> torch.Generator:

@@ -31,7 +31,7 @@ _ENVIRONMENT: Final = {
 """Variables that do harm, and what to do about them."""
 
 Finding = tuple[str, str, str]
-"""What was looked at, what was found, and what to do; the last is empty where all is well."""
+"""Subject, result and remedy of a check; the last is empty where all is well."""
 
 
 def doctor(out: Callable[[str], object]) -> int:

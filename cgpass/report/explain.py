@@ -28,7 +28,7 @@ Fn = Callable[..., Any] | torch.nn.Module
 
 _CALLS: Final = 9
 _GRAPH_IS_GONE: Final = "Trying to backward through the graph a second time"
-"""What autograd says of results of a function that ran their backward itself."""
+"""Autograd's message for results of a function that ran their backward itself."""
 
 
 @overload
@@ -181,7 +181,7 @@ def _differentiated(result: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
-# ---- what a function reaches, and what is put back
+# ---- what a function reaches, and what is restored
 
 
 def _reached(value: Any, depth: int = 2) -> Iterator[Any]:

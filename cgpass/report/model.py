@@ -73,7 +73,7 @@ class Facts:
     torch: str = ""
     device: str = ""
     made: str = ""
-    """When."""
+    """Date and time."""
     command: str = ""
     """Of the process."""
     model: str = ""
@@ -85,7 +85,7 @@ class Facts:
     graph_breaks: tuple[Reason, ...] = ()
     """Others that were met, each once."""
     recompilations: tuple[Reason, ...] = ()
-    """Why functions were compiled once more meanwhile."""
+    """Reasons for compiling functions once more meanwhile."""
     others: tuple[str, ...] = ()
     """Whole training steps and callables graphed by hand that ran, a few lines each."""
     whole_steps: int = 0
@@ -103,7 +103,7 @@ class Facts:
     device_ms: float | None = None
     """All of the time on the device in that sample, idle time and work between the calls included."""
     ms: float | None = None
-    """Where they were compared: mean time of a call with CUDA graphs, until the device is done."""
+    """Mean time of a call with CUDA graphs, until the device is done, if they were compared."""
     plain_ms: float | None = None
     """The same without."""
 

@@ -169,7 +169,7 @@ def _memory(runner: PartitionRunner) -> dict[str, Any]:
     statics = runner.layout.parameters
     told: dict[str, Any] = {"static_inputs": len(statics), "returned_at": runner.returned_at}
     if recordings:
-        newest = max(recordings, key=lambda recording: recording.birth)
+        newest = max(recordings, key=lambda recording: recording.capture_index)
         copied = [
             CopiedInput(name=infos[i].name, num_bytes=n, line=infos[i].line, moved=i in statics)
             for i, n in newest.copied_inputs.items()

@@ -206,7 +206,7 @@ PyObject* in_transform(PyObject* const*) {
 
 // ---- who holds a storage
 
-// References to a storage in C++ and, since its Python object is one of these whoever holds that, to the latter.
+// References to a storage in C++ and, since its Python object is one of these, to that.
 size_t users_of(c10::StorageImpl* storage) {
   PyObject* object = storage->pyobj_slot()->load_pyobj();
   return c10::raw::intrusive_ptr::use_count(storage) + (object ? Py_REFCNT(object) : 0);
@@ -573,7 +573,7 @@ PyObject* contents(PyObject* const* args) {
 // `AccumulateGrad`: nothing is hooked on the leaf, no other node leads to it, and it would run on the same stream.
 //
 // The engine must find no edge to these leaves. It looks for edges as soon as this returns, and then drops what it was
-// returned: with that they are edges again, before anything else runs in this thread. Whoever reads edges from Python has
+// returned: with that they are edges again, before anything else runs in this thread. Who reads edges from Python has
 // the GIL. One leaf is left to the engine, which notes there on which stream gradients were made.
 void add_to_leaves(Node& node, variable_list& gradients) {
   struct Taken {  // edges that the node is without as long as this lives
@@ -827,7 +827,7 @@ PyObject* attach(PyObject* const* args) {
   for (Py_ssize_t k = 0; k < differentiable.size; ++k) {
     const Py_ssize_t position = differentiable.number(k);
     at::Tensor result = outputs.tensor(position);
-    if (result.is_view() || result.requires_grad()) {  // as made by operators that ran plainly
+    if (result.is_view() || result.requires_grad()) {  // as made by operators outside of a graph
       result = result.tensor_data();
       if (PyList_SetItem(args[4], position, made(THPVariable_Wrap(result))) < 0) throw python_error();
     }

@@ -2,7 +2,7 @@
 
 Note [Destruction during a capture]
     Destroying a graph frees device memory and gives back its pool, which a capture that runs at the same time does
-    not survive on every driver. Graphs are dropped by whoever drops a compiled function last: another thread, or an
+    not survive on every driver. Graphs are dropped by the last holder of a compiled function: another thread, or an
     operator inside the capture. So graphs are reset through `when_no_capture_runs`, which waits for the last
     capture of the process to end.
 """

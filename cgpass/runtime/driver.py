@@ -33,7 +33,7 @@ class CapturedGraph:
         raise NotImplementedError
 
     def share(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Have whoever made earlier calls read tensors that the current stream just wrote, its outputs' new places."""
+        """Let streams of earlier calls read tensors that the current stream just wrote, its outputs' new places."""
 
     def reset(self) -> None:
         """Free the graph. Memory that its outputs lie in is freed when they are."""
@@ -47,15 +47,13 @@ class GraphDriver:
         """The device on which tensors must lie."""
 
     def record(
-        self, fn: BoxedCallable, args: list[Any], *, opaque: bool, slot: int = 0
+        self, fn: BoxedCallable, args: list[Any], *, opaque: bool, pool_index: int = 0
     ) -> tuple[CapturedGraph, list[Any]]:
-        """Record `fn(args)` without running it for its effects.
+        """Record `fn(args)` into one of the driver's pools, without running it for its effects.
 
-        Args:
-            fn: What to record.
-            args: Its inputs: tensors are read where they lie now, generators are registered.
-            opaque: Whether `fn`'s kernels bypass aten (Inductor's do), so that only the whole of it can be recorded.
-            slot: Which of the driver's pools to record into; recordings in different slots share no memory.
+        Tensors among `args` are read where they lie now, generators are registered. `opaque` is set if `fn`'s kernels
+        bypass aten (Inductor's do), so that only the whole of it can be recorded. Recordings in different pools share no
+        memory.
 
         Returns:
             The graph and `fn`'s outputs. Output tensors hold nothing of meaning before the first replay.
@@ -76,7 +74,7 @@ class GraphDriver:
     def prepare_thread(self) -> None:
         """Before this thread records what it never warmed up: make what libraries keep for each thread."""
 
-    def live_blocks(self, slot: int) -> dict[int, int]:
+    def live_blocks(self, pool_index: int) -> dict[int, int]:
         """Memory of a pool that is in use now: bytes by address. Captures that are over count with what outlived them."""
         raise NotImplementedError
 
@@ -96,7 +94,7 @@ class GraphDriver:
 
 
 class Pool:
-    """A memory pool and the graphs that keep it in use; whoever replays them keeps them alive.
+    """A memory pool and the graphs that keep it in use; who replays them keeps them alive.
 
     Note [Warm-ups have a pool of their own]
         What a warm-up takes and gives back stays the pool's for good, cut up as the warm-up needed it: a capture in the
@@ -229,7 +227,7 @@ class _CUDAGraph(CapturedGraph):
         self._generator = generator
         self._recorded = generator.graphsafe_get_state()
         self._draws: bool | None = None
-        """Whether it draws from the default generator; the first replay tells."""
+        """True if it draws from the default generator; None until the first replay tells."""
         pool.graphs.add(graph)
         self._end = weakref.finalize(self, _destroy, graph, pool)
         setattr(self._end, "atexit", False)  # noqa: B010  in no stub
@@ -291,14 +289,14 @@ class CUDADriver(GraphDriver):
         self._token = torch.zeros(1, device=device)
 
     def record(
-        self, fn: BoxedCallable, args: list[Any], *, opaque: bool, slot: int = 0
+        self, fn: BoxedCallable, args: list[Any], *, opaque: bool, pool_index: int = 0
     ) -> tuple[CapturedGraph, list[Any]]:
         """See `GraphDriver.record`; `opaque` makes no difference to CUDA.
 
         The graph is not uploaded by itself: the replay that follows at once does that, and is done earlier than after an upload.
         """
         del opaque
-        pool = self._pool_to_record_in(slot)
+        pool = self._pool_to_record_in(pool_index)
         graph = torch.cuda.CUDAGraph()
         generators = [torch.cuda.default_generators[self._index]]
         generators += [a for a in args if isinstance(a, torch.Generator)]
@@ -326,24 +324,24 @@ class CUDADriver(GraphDriver):
         pool.end_of_warm_ups()
         return recorded, outputs
 
-    def _pool(self, slot: int) -> Pool:
-        pool = self._pools.get(slot)
+    def _pool(self, pool_index: int) -> Pool:
+        pool = self._pools.get(pool_index)
         if pool is None or not pool.is_used:
-            given = self._given_pool if slot == 0 and pool is None else None
-            pool = self._pools[slot] = Pool(self._index, given)
+            given = self._given_pool if pool_index == 0 and pool is None else None
+            pool = self._pools[pool_index] = Pool(self._index, given)
         return pool
 
-    def _pool_to_record_in(self, slot: int) -> Pool:
+    def _pool_to_record_in(self, pool_index: int) -> Pool:
         """See Note [Warm-ups have a pool of their own]."""
-        pool = self._pools.get(slot)
+        pool = self._pools.get(pool_index)
         if pool is not None and pool.is_for_warm_ups:
             pool.end_of_warm_ups()
-            del self._pools[slot]
+            del self._pools[pool_index]
             self._returns_due = 2
         if self._returns_due:
             self._returns_due -= 1
             when_no_capture_runs(torch.cuda.empty_cache)
-        return self._pool(slot)
+        return self._pool(pool_index)
 
     def warm_up(self, fn: BoxedCallable, args: list[Any]) -> Sequence[Any]:
         """See `GraphDriver.warm_up`. On the stream of captures: blocks serve the stream that they were made for."""
@@ -371,9 +369,9 @@ class CUDADriver(GraphDriver):
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             torch_private.make_library_handles(self.device)
 
-    def live_blocks(self, slot: int) -> dict[int, int]:
+    def live_blocks(self, pool_index: int) -> dict[int, int]:
         """See `GraphDriver.live_blocks`. From the allocator's own records; on the host, no synchronisation."""
-        pool = self._pools.get(slot)
+        pool = self._pools.get(pool_index)
         if pool is None or not pool.is_used:
             return {}
         segments = torch_private.pool_segments(pool.handle)

@@ -25,7 +25,7 @@ class OnFailure(Protocol):
         ...
 
     def forget(self) -> None:
-        """Take back that the partition runs plainly: it is captured again."""
+        """Take back that the partition runs without a graph: it is captured again."""
         ...
 
 

@@ -36,7 +36,7 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class Layout:
-    """Which inputs of a partition are static, copied, or part of the key."""
+    """Inputs of a partition by kind: static, copied, part of the key."""
 
     def __init__(
         self, infos: Sequence[InputInfo], *, check_static: bool, check_layout: bool
@@ -66,7 +66,7 @@ class Layout:
             *((i, place_of) for i in self.copied if infos[i].whole_storage),
             *((i, layout_of) for i, info in enumerate(infos) if info.is_resized or i in tensors),
         ]
-        """What else than integers decides, by input."""
+        """Parts of the key other than integers, by input."""
 
     def shape_key(self, args: Sequence[Any]) -> ShapeKey:
         """The part of a call's key that decides what is computed."""
@@ -197,7 +197,7 @@ class Inputs:
         self._known: dict[int, dict[tuple[int, int], tuple[torch_private.WeakStorage, int]]] = {
             i: {} for i in self._layout.checked
         }
-        """Where each static input lay: address and storage, which its reference keeps apart; the tensor's `id`."""
+        """Places of each static input: address and storage, which its reference keeps apart; the tensor's `id`."""
         self._before: tuple[bytes, bytes] | None = None
         """Addresses and storages of the last call whose inputs are all known."""
 
@@ -294,7 +294,7 @@ class Inputs:
 
 
 def _place_of(value: torch.Tensor) -> int:
-    """What keys have of a static input."""
+    """Return the part of keys that a static input makes."""
     return array("q", fast.static_key([value], (0,)))[0]
 
 

@@ -4,7 +4,7 @@ Note [When native code is compiled]
     A compilation that may record starts it, beside itself. The first call of a function that has captured partitions
     waits for it, whatever that call does: all that decides about it is in there. So a process that may record leaves it
     for every later one, however short it is; one that records nothing (`driver="none"`) neither starts it nor waits. Of
-    several processes one compiles, under a lock that the kernel takes from whoever dies; the others wait, and load what
+    several processes one compiles, under a lock that the kernel takes from a process that dies; the others wait, and load what
     it made. The file gets its name when it is complete.
 
 Note [Where there is no native code]
@@ -54,7 +54,7 @@ _ANOTHER: Final = "Set CXX to another compiler, or install g++ or clang++"
 
 
 class BuildError(Exception):
-    """Why there is no native code, what to do about it, and all that the compiler said."""
+    """Native code is missing: says why, what to do about it, and all that the compiler said."""
 
     def __init__(self, why: str, fix: str, said: str = "") -> None:
         super().__init__(why)
@@ -88,14 +88,10 @@ def cache_folder() -> Path:
 
 
 def build(*, keep: bool = False) -> Path:
-    """Compile the module unless it is compiled; waits for another process that does.
+    """Compile the module unless it is compiled; waits for another process that does. Returns its path.
 
-    Args:
-        keep: Whether a cache folder that can't be written, or is full, is an error; else a temporary folder is used,
-            which is gone when the process ends.
-
-    Returns:
-        The compiled module.
+    If the cache folder can't be written, or is full, a temporary folder is used, which is gone when the process ends;
+    with `keep` that is an error.
 
     Raises:
         BuildError: Says why that can't be.
@@ -237,7 +233,7 @@ class Loader:
 
     def __init__(self) -> None:
         self.why_not: str | None = "nothing is recorded; cgpass.summary() says why"
-        """Why there is none, and as it looks will be none."""
+        """The reason that there is none, and as it looks will be none."""
         self._process: int | None = None
         """The one that it was started in; a thread is not forked."""
         self._thread: threading.Thread | None = None
@@ -267,11 +263,7 @@ class Loader:
             )
 
     def wait(self, setting: progress.Setting = "off") -> bool:
-        """Start if need be, and wait until all is loaded or can't be; returns whether it is.
-
-        Args:
-            setting: Whether a line on the terminal says so meanwhile.
-        """
+        """Start if need be, and wait until all is loaded or can't be, with a progress line; returns whether it is."""
         if fast.is_loaded:
             return True
         self.start()

@@ -2,7 +2,7 @@
 
 Note [Memory of outputs]
     The driver returns outputs that own blocks of the pool. Callers never get those but aliases of stand-ins, which lie
-    at the same addresses and own nothing; whoever holds an output holds its stand-in's storage, and is counted there.
+    at the same addresses and own nothing; who holds an output holds its stand-in's storage, and is counted there.
     A block is
     - kept, as long as the recording holds on to the owning storage: no later recording lies on it;
     - released, when the next recording is about to be made in this pool and nobody holds the output: it may be used
@@ -87,7 +87,7 @@ class OutputMemory:
             self._leaders.append(block.members[0])
             self.tensors.append(torch_private.on_storage(block.base.untyped_storage(), output))
         self.watch: fast.Watch = ((), b"")
-        """Storages of the stand-ins. Whoever keeps one of them counts as holding it."""
+        """Storages of the stand-ins. Who keeps one of them counts as holding it."""
 
     def seal(self) -> None:
         """Note how many references there are to each stand-in while nobody else holds it, once."""
@@ -102,7 +102,7 @@ class OutputMemory:
         return [torch_private.on_storage(s if s.nbytes() else s.clone(), t) for t, s in storages]
 
     def hand_out(self, count: int) -> None:
-        """Have `aliases` be of the first stand-ins only: whoever needs the others' memory holds storages of `watch`."""
+        """Have `aliases` be of the first stand-ins only: who needs the others' memory holds storages of `watch`."""
         self._leaders = self._leaders[:count]
 
     def blocks(self) -> dict[int, int]:
@@ -253,7 +253,7 @@ class InputAlias:
 def alias_of_input(
     output: torch.Tensor, inputs: Sequence[Any], by_storage: Mapping[int, int]
 ) -> InputAlias | None:
-    """Which input an output is (a view of), if it is one; `by_storage` has the first input on the storage at an address."""
+    """Find the input that an output is (a view of), if any; `by_storage` has the first input on the storage at an address."""
     storage = output.untyped_storage()
     index = by_storage.get(storage.data_ptr()) if storage.nbytes() else None
     if index is None:

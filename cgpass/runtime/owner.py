@@ -10,7 +10,7 @@ Note [Calls from several threads]
     That other thread may just then be inside of an operator, between asking for an output's address and launching the
     kernel that reads it. So as soon as a second thread calls, what users get is copied from then on, gradients too, and
     nobody holds memory that moves; recordings made so far go, whatever waits for a backward, and leave what is held to
-    its holders. Backwards do not count as calls: autograd makes them on threads of its own, and whoever called waits.
+    its holders. Backwards do not count as calls: autograd makes them on threads of its own, and the caller waits.
 """
 
 import logging
@@ -41,25 +41,25 @@ log = logging.getLogger(__name__)
 
 
 _LETTING_GO = 0.001
-"""Seconds, once a backward: autograd's own thread lets go of gradients when whoever called it goes on already, and nothing
+"""Seconds, once a backward: autograd's own thread lets go of gradients when the caller goes on already, and nothing
 tells when it has; gradients that seem to be kept are given a pool of their own for good."""
 
 
-class Slot:
+class PoolState:
     """A pool, what was recorded into it, and whose outputs may be held."""
 
     def __init__(self) -> None:
         self.recordings: list[Recording] = []
         self.stack: list[tuple[int, OutputMemory, Recording]] = []
-        """Recordings whose outputs may be held, in order of birth."""
+        """Recordings whose outputs may be held, in order of capture."""
 
     def youngest(self) -> int:
-        """Birth of the youngest recording with a held output, -1 if none."""
+        """Capture index of the youngest recording with a held output, -1 if none."""
         stack = self.stack
         while stack:
-            birth, memory, _ = stack[-1]
+            capture_index, memory, _ = stack[-1]
             if memory.any_held():
-                return birth
+                return capture_index
             stack.pop()
         return -1
 
@@ -74,15 +74,15 @@ class Owner:
         self._progress = options.progress
         self.lock = new_lock()
         self.closed = False
-        self._slots = [Slot()]
-        self._births = 0
+        self._pools = [PoolState()]
+        self._captures = 0
         self._thread: int | None = None
         self.copies_results = options.outputs == "owned"
         """True if users own what they get, always once calls came from several threads: who hands it out copies it."""
         self.plain = False
-        """True if all calls are to run plainly, to be compared with those that replay."""
+        """True if all calls are to run without a graph, to be compared with those that replay."""
         self.bypassed: str | None = None
-        """Why this call runs without a graph, if it does: "asked", "transform" (whose tensors need have no memory),
+        """Cause for running this call without a graph, if any: "asked", "transform" (whose tensors need have no memory),
         "no_native_code"."""
         self.changes: list[Change] = []
         """Under way or broken off. See Note [Changes that are broken off]."""
@@ -128,17 +128,17 @@ class Owner:
 
     def is_safe(self, recording: "Recording") -> bool:
         """Tell whether a replay overwrites nothing that is held. See Note [What a replay overwrites]."""
-        slot = self._slots[recording.slot]
-        if slot.youngest() >= recording.birth:
+        pool = self._pools[recording.pool_index]
+        if pool.youngest() >= recording.capture_index:
             return False
         released = recording.released
-        return not released or not fast.any_held_among(slot.stack, released)
+        return not released or not fast.any_held_among(pool.stack, released)
 
     def overwritten_by(self, recording: "Recording") -> "list[tuple[Recording, list[int]]]":
         """Recordings with held outputs that a replay would overwrite, and which blocks of each."""
         found: list[tuple[Recording, list[int]]] = []
-        for birth, memory, other in self._slots[recording.slot].stack:
-            among = recording.released.get(birth, ()) if birth < recording.birth else None
+        for index, memory, other in self._pools[recording.pool_index].stack:
+            among = recording.released.get(index, ()) if index < recording.capture_index else None
             blocks = memory.held(among)
             if blocks:
                 found.append((other, blocks))
@@ -146,10 +146,10 @@ class Owner:
 
     def note_handed_out(self, recording: "Recording") -> None:
         """Note that a recording hands out its outputs, which is younger than all whose outputs are held."""
-        stack = self._slots[recording.slot].stack
-        while stack and stack[-1][0] >= recording.birth:  # what was held there was moved
+        stack = self._pools[recording.pool_index].stack
+        while stack and stack[-1][0] >= recording.capture_index:  # what was held there was moved
             stack.pop()
-        stack.append((recording.birth, recording.memory, recording))
+        stack.append((recording.capture_index, recording.memory, recording))
 
     def rescue(self, recording: "Recording") -> bool:
         """Move what a replay would overwrite; returns whether all of it could be."""
@@ -170,8 +170,8 @@ class Owner:
 
     # ---- recordings
 
-    def slot_for(self, number: int, *, first: int = 0) -> int | None:
-        """Return the slot for a recording, not before `first`; None if too much is held.
+    def pool_for(self, number: int, *, first: int = 0) -> int | None:
+        """Return the index of a recording's pool, not before `first`; None if too much is held.
 
         `number` recordings for the same memory have all of their results held: each has a pool of its own, which it shares
         with those of other partitions and layers that have as many.
@@ -179,45 +179,45 @@ class Owner:
         wanted = first + number
         if number >= self.max_pending_calls:
             return None
-        while len(self._slots) <= wanted:
-            self._slots.append(Slot())
-        lost = [(r, r.memory.held(r.memory.released())) for r in self._slots[wanted].recordings]
+        while len(self._pools) <= wanted:
+            self._pools.append(PoolState())
+        lost = [(r, r.memory.held(r.memory.released())) for r in self._pools[wanted].recordings]
         if all(recording.memory.can_rescue(blocks) for recording, blocks in lost):
             with self.changing():
                 for recording, blocks in lost:  # a capture could lie there
                     recording.rescue(blocks)
             return wanted
-        for other, slot in enumerate(self._slots[first:], first):
-            if slot.youngest() < 0:
+        for other, pool in enumerate(self._pools[first:], first):
+            if pool.youngest() < 0:
                 return other
-        return self.new_slot() if len(self._slots) < self.max_pending_calls + first else None
+        return self.new_pool() if len(self._pools) < self.max_pending_calls + first else None
 
-    def new_slot(self) -> int:
-        """A pool for what is to lie by itself, whose memory no other recording shares: an empty one, if there is one."""
-        for number, slot in enumerate(self._slots[1:], 1):
-            if not slot.recordings and slot.youngest() < 0:
+    def new_pool(self) -> int:
+        """Return the index of a pool whose memory no other recording shares: of an empty one, if there is one."""
+        for number, pool in enumerate(self._pools[1:], 1):
+            if not pool.recordings and pool.youngest() < 0:
                 return number
-        self._slots.append(Slot())
-        return len(self._slots) - 1
+        self._pools.append(PoolState())
+        return len(self._pools) - 1
 
-    def begin_recording(self, slot: int) -> dict[int, tuple[int, ...]]:
+    def begin_recording(self, pool_index: int) -> dict[int, tuple[int, ...]]:
         """Give memory that nobody holds back to the pool; returns `Recording.released` of the new recording."""
-        recordings = self._slots[slot].recordings
+        recordings = self._pools[pool_index].recordings
         for recording in recordings:
             recording.memory.release_unheld()
-        return {r.birth: found for r in recordings if (found := r.memory.released())}
+        return {r.capture_index: found for r in recordings if (found := r.memory.released())}
 
-    def block_at(self, slot: int, address: int) -> "tuple[Recording, int, int] | None":
+    def block_at(self, pool_index: int, address: int) -> "tuple[Recording, int, int] | None":
         """The recording that keeps the block at an address, the block's number and its own references to it."""
-        for recording in self._slots[slot].recordings:
+        for recording in self._pools[pool_index].recordings:
             found = recording.memory.num_users(address)
             if found is not None:
                 return recording, *found
         return None
 
     def has_recordings(self) -> bool:
-        """Tell whether anything is recorded in the first slot."""
-        return bool(self._slots[0].recordings)
+        """Tell whether anything is recorded in the first pool."""
+        return bool(self._pools[0].recordings)
 
     def warm_up(self, fn: BoxedCallable, args: list[Any]) -> Sequence[Any]:
         """Run `fn(args)`, with memory of the first pool if nothing was recorded there yet. See `GraphDriver.warm_up`."""
@@ -232,7 +232,7 @@ class Owner:
             self._drop_all()
 
     def _recordings(self) -> "list[Recording]":
-        return [recording for slot in self._slots for recording in slot.recordings]
+        return [recording for pool in self._pools for recording in pool.recordings]
 
     def _drop_all(self) -> None:
         """Drop every recording; who holds outputs keeps them, and a backward that reads some runs without its own."""
@@ -245,11 +245,11 @@ class Owner:
                 recording.close()
             for free in frees:
                 free()
-            self._slots = [Slot()]
+            self._pools = [PoolState()]
             self._pool_addresses.clear()
 
     def changing(self) -> Change:
-        """A block that changes what is recorded; where it raises, the next call starts anew."""
+        """A block that changes what is recorded; where it raises, the next call starts again."""
         return _Changing(self)
 
     def start_anew(self) -> None:
@@ -260,18 +260,18 @@ class Owner:
         """Note a recording as the youngest, and where its outputs lie. See Note [Graphs and process groups]."""
         if torch_private.has_process_groups():
             torch_private.before_process_groups_end(release_all, release_idle)
-        self._births += 1
-        recording.birth = self._births
-        self._slots[recording.slot].recordings.append(recording)
+        self._captures += 1
+        recording.capture_index = self._captures
+        self._pools[recording.pool_index].recordings.append(recording)
         self._pool_addresses.update(recording.memory.addresses())
 
     def close_recording(self, recording: "Recording") -> None:
         """Free a recording; outputs that somebody holds stay theirs."""
         if not recording.closed:
             recording.close(whole_pool=False)
-        slot = self._slots[recording.slot]
-        slot.recordings = [other for other in slot.recordings if other is not recording]
-        slot.stack = [entry for entry in slot.stack if entry[2] is not recording]
+        pool = self._pools[recording.pool_index]
+        pool.recordings = [other for other in pool.recordings if other is not recording]
+        pool.stack = [entry for entry in pool.stack if entry[2] is not recording]
         self._pool_addresses -= Counter(recording.memory.addresses())
 
     def is_pool_storage(self, tensor: "torch.Tensor") -> bool:

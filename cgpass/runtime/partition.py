@@ -80,7 +80,7 @@ _BYPASSED = {
     "transform": "they were made inside a transform",
     "no_native_code": "recording needs the native code, which is missing",
 }
-"""Why calls run without a graph whatever they are, by code."""
+"""Reasons for running any call without a graph, by code."""
 _LEAVE_IN_PLACE = (
     "keep saved tensors in place (hooks and offloading move them), or raise max_copied_mib"
 )
@@ -117,7 +117,7 @@ class PartitionRunner:
     """True if no compiled graph has it."""
 
     uses: Uses | None = field(default=None, init=False)
-    """Who gets its outputs, None if the user gets all; to be set before the first call."""
+    """Readers of its outputs, None if the user gets all; to be set before the first call."""
     returned_at: str | None = field(default=None, init=False)
     """The user's line that makes all outputs that he gets, if it is one, for reports."""
 
@@ -126,13 +126,13 @@ class PartitionRunner:
         options, owner = self.options, self.owner
         self._refuses = options.on_skip == "raise"
         self.reasons = CallReasons()
-        """Why calls ran without a graph."""
+        """Reasons for calls without a graph."""
         self.stats = CallStats()
         if self.by_hand:
             self.stats = ByHand(name=self.name, reasons=self.reasons)
         add_stats(self.stats)
         self.notes: deque[RecordingNote] = deque(maxlen=_NOTES)
-        """Why the newest recordings were made."""
+        """Notes of the newest recordings."""
         self.layout = layout = Layout(
             infos,
             check_static=options.static_input_check != "off",
@@ -153,7 +153,7 @@ class PartitionRunner:
         self._here = threading.local()
         """True if this thread ran a call without a graph: libraries keep handles for each thread."""
         self._started = 0.0
-        """When the last capture began."""
+        """Begin of the last capture."""
         self._warm_up_ms: float | None = None
         """Host time of the last call without a graph, since the last recording."""
         self._start_anew()
@@ -162,10 +162,10 @@ class PartitionRunner:
     def _start_anew(self) -> None:
         """Know of no failures, and of nothing that was said or recorded."""
         self.failure: str | None = None
-        """Why the partition is captured no more."""
+        """The failure after which the partition is captured no more."""
         self._refusal: str | None = None
-        """What calls that would record raise, if `on_skip` is "raise"."""
-        self._first_slot = self._largest = self._unseen = 0
+        """Message that calls raise which would record, if `on_skip` is "raise"."""
+        self._first_pool = self._largest = self._unseen = 0
         """Pools before this one do not suit (see `move_apart`); bytes that move of the largest call recorded; calls
         since the last recording whose key was new, for a warning."""
         self._tried_anew = False
@@ -276,8 +276,8 @@ class PartitionRunner:
         if 0 < self._largest < size:
             owner.make_space()
         self._largest = max(self._largest, size)
-        slot = self._slot_for(seen, found)
-        if slot is None:
+        pool_index = self._pool_for(seen, found)
+        if pool_index is None:
             limit = owner.max_pending_calls
             why = f"results of {many(limit, 'earlier call')} were still referenced, as many as max_pending_calls={limit} allows"
             made = f" (made at {self.returned_at})" if self.returned_at else ""
@@ -285,7 +285,7 @@ class PartitionRunner:
             return self._plain(args, "max_pending_calls", why, self.returned_at)
         if self.layout.static_key(args) != key:
             return None
-        return self._record_call(args, seen, found, key, slot)
+        return self._record_call(args, seen, found, key, pool_index)
 
     def _run_plainly(
         self, args: list[Any], code: str | None = None, why: str = "", line: str | None = None
@@ -441,15 +441,15 @@ class PartitionRunner:
     # ---- recordings
 
     def _record_call(
-        self, args: list[Any], seen: Seen, found: Found, key: bytes, slot: int
+        self, args: list[Any], seen: Seen, found: Found, key: bytes, pool_index: int
     ) -> Recording | Plain | None:
         """Record a call, which is to be replayed then; where that fails, run it without a graph."""
         self._unseen = 0
         with self.owner.changing():
-            recording = self._attempt(args, found, slot)
+            recording = self._attempt(args, found, pool_index)
             if isinstance(recording, torch.OutOfMemoryError):
                 give_memory_back(recording, self.owner.driver)
-                again = self._slot_for(seen, found)  # not where inputs lie that died in the capture
+                again = self._pool_for(seen, found)  # not where inputs lie that died in the capture
                 if again is not None:
                     recording = self._attempt(args, found, again)
             if isinstance(recording, Recording):
@@ -462,12 +462,14 @@ class PartitionRunner:
         finally:
             del error  # its traceback holds this frame, and with it this call's inputs
 
-    def _slot_for(self, seen: Seen, found: Found) -> int | None:
-        """See `Owner.slot_for`."""
+    def _pool_for(self, seen: Seen, found: Found) -> int | None:
+        """See `Owner.pool_for`."""
         beside = [r for r in seen.recordings.get(found.values, ()) if r.made_for == seen.made_for]
-        return self.owner.slot_for(len(beside), first=self._first_slot)
+        return self.owner.pool_for(len(beside), first=self._first_pool)
 
-    def _attempt(self, args: list[Any], found: Found, slot: int) -> Recording | Exception | None:
+    def _attempt(
+        self, args: list[Any], found: Found, pool_index: int
+    ) -> Recording | Exception | None:
         """A recording, what it failed with, or None if that writes what shares memory: another row is this call's."""
         self._started = time.perf_counter()
         try:
@@ -476,7 +478,7 @@ class PartitionRunner:
             with told, torch.inference_mode(False), torch.no_grad():
                 if not self._ran_here:
                     self.owner.driver.prepare_thread()
-                recording = self._recorder.record(args, slot, self.uses, copied=found.copied)
+                recording = self._recorder.record(args, pool_index, self.uses, copied=found.copied)
         except Exception as error:
             mend(open_modes)
             return error
@@ -513,7 +515,7 @@ class PartitionRunner:
         traced_as = f"{partition.replace(' ', '_')}_recording_{number}"
         torch_private.trace(traced_as, lambda: told | vars(note), self.source.trace_id)
         recording.made_for, recording.draws = seen.made_for, seen.draws
-        if self.is_backward and not self._first_slot:
+        if self.is_backward and not self._first_pool:
             recording.backward = self
         self.owner.add_recording(recording)
         others.setdefault(found.values, []).append(recording)
@@ -528,7 +530,7 @@ class PartitionRunner:
 
     def move_apart(self, by: Recording) -> None:
         """Have gradients that are kept while a forward runs lie in a pool that this one does not write, from now on."""
-        self._first_slot = by.slot + 1
+        self._first_pool = by.pool_index + 1
         self.forget_recordings()
 
     def forget_recordings(self) -> None:

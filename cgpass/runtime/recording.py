@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class Recording:
     """One captured graph: where its inputs must lie, and what it hands out.
 
-    Whoever calls `run` checks before that a call's inputs match.
+    The caller of `run` checks before that a call's inputs match.
     """
 
     graph: CapturedGraph
@@ -47,25 +47,25 @@ class Recording:
     staged: InitVar[Sequence[Any]]
     """Inputs as they were recorded."""
     placeholders: Mapping[int, Placeholder]
-    """What stands for some of them; kept alive as long as a recording reads it."""
+    """Stand-ins for some of them; kept alive as long as a recording reads them."""
     written: frozenset[int] = frozenset()
     """Inputs that a replay writes, or that are written from the memory that it writes."""
     uses: InitVar[Uses | None] = None
     consumes: Mapping[int, int] = field(default_factory=dict)
     """Inputs whose memory it writes, and the number of users of a storage that nobody else holds."""
     outside: Mapping[int, torch.UntypedStorage] = field(default_factory=dict)
-    """What it reads or returns that is neither an input nor made by it, by address: kept alive here."""
+    """Storages that it reads or returns and that are neither an input's nor made by it, by address: kept alive here."""
     released: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Blocks that were free when it was made, by the birth of the recording whose outputs lay there."""
+    """Blocks that were free when it was made, by the capture index of the recording whose outputs lay there."""
     counted: frozenset[int] = frozenset()
     """Those whose version counters a replay advances for autograd, since nobody else does."""
-    slot: int = 0
+    pool_index: int = 0
     stats: CallStats = field(default_factory=CallStats)
 
-    birth: int = field(default=0, init=False)
+    capture_index: int = field(default=0, init=False)
     """Its position in the order of its owner's recordings."""
     backward: "PartitionRunner | None" = field(default=None, init=False)
-    """What made it, if its gradients can have a pool that forwards don't write. See `Owner.rescue`."""
+    """Its maker, if its gradients can have a pool that forwards don't write. See `Owner.rescue`."""
     made_for: tuple[int, ...] = field(default=(), init=False)
     """Identities of the storages that it reads in place: of layers whose parameters come to one place in turn, one's."""
     draws: list[int] = field(default_factory=list, init=False)
@@ -115,7 +115,7 @@ class Recording:
                 tensors[own[n]] = output
             self._outputs[n] = None
         self.own = own
-        """Which of the memory's tensors an output is, by position."""
+        """Numbers of the memory's tensors that outputs are, by position."""
         self.views: Mapping[int, InputAlias] = aliases
         """Outputs that are (views of) inputs, by position."""
         uses = uses or [(True, False)] * len(outputs)
@@ -188,7 +188,7 @@ Given = tuple[Recording, int, torch_private.WeakStorage, dict[int, int]]
 
 
 def give(
-    owner: Owner, slot: int, args: Sequence[Any], pooled: Sequence[int]
+    owner: Owner, pool_index: int, args: Sequence[Any], pooled: Sequence[int]
 ) -> tuple[list[Given], dict[int, torch.Tensor]]:
     """Take blocks of earlier recordings that nobody but this call's inputs holds; returns inputs that own them.
 
@@ -200,7 +200,7 @@ def give(
         groups.setdefault(args[i].untyped_storage().data_ptr(), []).append(i)
     given, owning = list[Given](), dict[int, torch.Tensor]()
     for address, positions in groups.items():
-        found = owner.block_at(slot, address)
+        found = owner.block_at(pool_index, address)
         if found is None:
             continue
         recording, number, references = found
@@ -241,7 +241,7 @@ class Recorder:
     def record(
         self,
         args: list[Any],
-        slot: int,
+        pool_index: int,
         uses: Uses | None = None,
         *,
         copied: Collection[int] = (),
@@ -252,9 +252,9 @@ class Recorder:
         stand for one.
         """
         owner, layout = self.owner, self.layout
-        released = owner.begin_recording(slot)
+        released = owner.begin_recording(pool_index)
         placeholders = self._placeholders(args, sorted({*layout.copied, *copied}))
-        given, owning = give(owner, slot, args, [i for i in layout.pooled if i not in copied])
+        given, owning = give(owner, pool_index, args, [i for i in layout.pooled if i not in copied])
         staged = [placeholders[i].tensor if i in placeholders else a for i, a in enumerate(args)]
         if self.finds_writes:
             staged = [counting(value) for value in staged]
@@ -272,7 +272,9 @@ class Recorder:
             fn = self.fn
         try:
             with torch_private.autocast_cache_off():
-                graph, outputs = owner.driver.record(fn, passed, opaque=self.opaque, slot=slot)
+                graph, outputs = owner.driver.record(
+                    fn, passed, opaque=self.opaque, pool_index=pool_index
+                )
         finally:
             passed.clear()
             consumes = take_back(given)
@@ -285,10 +287,10 @@ class Recorder:
             layout.mutated | watched.written(),
             uses,
             consumes=consumes,
-            outside=self._outside(watched, outputs, slot) if self.finds_writes else {},
+            outside=self._outside(watched, outputs, pool_index) if self.finds_writes else {},
             released=released,
             counted=watched.counted(),
-            slot=slot,
+            pool_index=pool_index,
             stats=self.stats,
         )
         del outputs
@@ -296,7 +298,7 @@ class Recorder:
         return recording
 
     def _outside(
-        self, watched: Watched, outputs: Sequence[Any], slot: int
+        self, watched: Watched, outputs: Sequence[Any], pool_index: int
     ) -> dict[int, torch.UntypedStorage]:
         """Return the storages, by address, that the callable read or returned but neither got nor made."""
         owner = self.owner
@@ -304,9 +306,9 @@ class Recorder:
         elsewhere = [v for v in outputs if has_place(v) and v.device != owner.driver.device]
         found |= {v.untyped_storage().data_ptr(): v.untyped_storage() for v in elsewhere}
         if found:  # of these, the driver knows what was made beside operators
-            made = owner.driver.live_blocks(slot)
+            made = owner.driver.live_blocks(pool_index)
             for address in found.keys() & made:
-                if owner.block_at(slot, address) is None:
+                if owner.block_at(pool_index, address) is None:
                     del found[address]
         return found
 

@@ -2,7 +2,7 @@
 
 Note [Positions of generators]
     In "exact" mode the forward half of a pair draws from the user's own generator, as eager does. Where that stands
-    just then is noted for the backward: read off the generator where the operator runs plainly. A graph's replay runs
+    just then is noted for the backward: read off the generator where the operator runs outside of a graph. A graph's replay runs
     no host code: there it is the position at the partition's start plus what a warm-up of the same shape learnt.
     In "paired" mode the forward half has a generator of its own. Every call sets it from where the user's generator
     stands, and moves that on, so a seed reaches it.
@@ -15,7 +15,7 @@ Note [Positions of generators]
 
 Note [Seeds of attention]
     Memory-efficient attention with dropout returns the generator's seed and offset as two tensors. They lie on the
-    host where the operator ran plainly, on the device where it was captured; its backward reads them through a pointer
+    host where the operator ran without a graph, on the device where it was captured; its backward reads them through a pointer
     to wherever it is called itself. What one partition made in a graph and another reads outside of one, or the other
     way round, has to change places in between.
 
@@ -39,7 +39,7 @@ from cgpass.runtime.driver import BoxedCallable
 STATE_BYTES: Final = torch.default_generator.get_state().numel()
 _GOLDEN = 0x9E3779B97F4A7C15
 _STEPS_OF_A_CALL = 1 << 26
-"""How far a call in "paired" mode moves the user's generator: more than any operator draws, and calls never meet."""
+"""Steps that a call in "paired" mode moves the user's generator: more than any operator draws, so calls never meet."""
 _FOREIGN_CAPTURE: Final = (
     "a compiled function that recomputes random operators (activation checkpointing with dropout) was called "
     "inside a capture of your own: nobody can tell there which numbers its backward has to repeat. Call it "
@@ -53,7 +53,7 @@ class ForwardState(threading.local):
     """Stands for the user's generator where one forward operator draws from it."""
 
     position: Any = None
-    """Where the operator drew in this thread's call."""
+    """The generator's position when the operator drew in this thread's call."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator

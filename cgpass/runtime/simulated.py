@@ -172,7 +172,7 @@ class _Tape(torch_private.TorchDispatchMode):
         self._inputs = {_address(tensor) for tensor in inputs}
         self._reused = pool.addresses()
         self._before: dict[int, torch.UntypedStorage] = {}
-        """What lay at an address that a call wrote, if that was there before the recording."""
+        """Storages at addresses that a call wrote, if they were there before the recording."""
         self._fresh: dict[int, int] = {}
         """Sizes of the blocks that are this recording's first of all."""
         # a dispatched call gets another Python object of the same generator
@@ -326,12 +326,12 @@ class SimulatedDriver(GraphDriver):
         """Kept by the graphs that use them."""
 
     def record(
-        self, fn: BoxedCallable, args: list[Any], *, opaque: bool, slot: int = 0
+        self, fn: BoxedCallable, args: list[Any], *, opaque: bool, pool_index: int = 0
     ) -> tuple[CapturedGraph, list[Any]]:
-        """See `GraphDriver.record`. Runs `fn` once, then puts back its inputs and the generators."""
+        """See `GraphDriver.record`. Runs `fn` once, then restores its inputs and the generators."""
         states = random_states(self.device, args)
-        pool = self._pools.get(slot) or SimulatedPool()
-        self._pools[slot] = pool
+        pool = self._pools.get(pool_index) or SimulatedPool()
+        self._pools[pool_index] = pool
         inputs = tensors_in(args)
         tape = _Tape(pool, inputs, [generator for generator, _ in states])
         memory = list(self._pools.values())  # as CUDA graphs: inputs live as long as who owns them
@@ -351,9 +351,9 @@ class SimulatedDriver(GraphDriver):
         tape.end()
         return outputs
 
-    def live_blocks(self, slot: int) -> dict[int, int]:
+    def live_blocks(self, pool_index: int) -> dict[int, int]:
         """See `GraphDriver.live_blocks`."""
-        pool = self._pools.get(slot)
+        pool = self._pools.get(pool_index)
         return {} if pool is None else pool.live_blocks()
 
     def is_capturing(self) -> bool:
@@ -362,12 +362,9 @@ class SimulatedDriver(GraphDriver):
 
 
 def driver_for(wanted: str, device: torch.device, **settings: Any) -> GraphDriver | None:
-    """Make the driver that the option means on a device; None if nothing is to be recorded there.
+    """Make the driver that the option means on the tensors' device; None if nothing is to be recorded there.
 
-    Args:
-        wanted: The option.
-        device: Where all tensors lie.
-        settings: Of `CUDADriver`.
+    `settings` are for `CUDADriver`.
 
     Raises:
         DriverUnavailableError: It can't record on the device.

@@ -18,7 +18,7 @@ _LAID_OUT_ANEW: Final = (
 )
 
 Key = tuple[ShapeKey, bytes]
-"""What is computed, and where the static inputs are read: see `Found.places`."""
+"""The computation's key, and places of the static inputs: see `Found.places`."""
 
 
 @dataclass(eq=False)
@@ -29,19 +29,19 @@ class Seen:
     storages: dict[int, torch_private.WeakStorage]
     """Of the static inputs that are read in place, by what tells them apart."""
     draws: list[int]
-    """How far random operators draw from where the partition begins: learnt in a call without a graph."""
+    """Steps that random operators draw from where the partition begins: learnt in a call without a graph."""
     objects: tuple[object, ...] = ()
     """Those that the key knows by identity, kept alive so that no other object takes their place."""
     cause: tuple[str, str, str | None] = ("", "", None)
-    """What was new about it, or why its recordings are made once more: see `RecordingNote`."""
+    """Cause of its next recording: see `RecordingNote`."""
     left_plain: tuple[str, str] | None = None
-    """Why its calls run without a graph, if they do: a code, and in words."""
+    """Reason for running its calls without a graph, if any: a code, and in words."""
     recordings: dict[bytes, list[Recording]] = field(default_factory=dict)
     """By the addresses of other recordings' values, oldest first."""
 
     @property
     def made_for(self) -> tuple[int, ...]:
-        """Which storages these are."""
+        """Identities of these storages."""
         return tuple(self.storages)
 
     @property

@@ -102,7 +102,7 @@ class GraphRun:
     parts: Mapping[str, PartitionRun]
     """Its captured partitions, by their names in the graph."""
     live: weakref.ref[Any]
-    """What runs it; the compiled function keeps that alive."""
+    """Its executor; the compiled function keeps that alive."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class _Registry:
     others: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     """Training steps and what was graphed by hand, which summaries list as their `explain()` does."""
     since: Moment = field(default_factory=Moment)
-    """When the summary began."""
+    """The counts when the summary began."""
     listeners: list[Callable[[int, GraphRun], None]] = field(default_factory=list)
 
 

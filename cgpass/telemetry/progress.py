@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Final, Literal
 
 DELAY_S: Final = 0.5
-"""How long something takes before it is shown, and until the line is drawn anew."""
+"""Time until work is shown, and between updates of the line."""
 _ERASE: Final = "\r\x1b[K"
 """To the line's begin, and clear it."""
 

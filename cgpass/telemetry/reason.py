@@ -35,7 +35,7 @@ OTHER_FIXES: Final = {
 }
 """Remedies, by code, where no rule about an operator is the reason."""
 OTHER_OPTIONS: Final = "compile it once, for one backend and with one set of options, or call torch.compiler.reset() before you change them"
-"""What a user can do where other options had a function compiled as often as torch allows."""
+"""The remedy where other options had a function compiled as often as torch allows."""
 
 _SIZE: Final = re.compile(r"^(.+)\.size\((\d+)\)$")
 """The size of a dimension, by the name of the input."""
@@ -49,7 +49,7 @@ def many(count: float, noun: str) -> str:
 
 @dataclass(frozen=True)
 class Reason:
-    """Why something runs outside of any CUDA graph. The same from the compiler to a saved report."""
+    """A reason for running something outside of any CUDA graph. The same from the compiler to a saved report."""
 
     code: str
     """Stable name of the rule."""
@@ -62,7 +62,7 @@ class Reason:
     line: str | None = None
     """The user's line, `model.py:41 in forward: code`."""
     rest: str | None = None
-    """What `torch.compile` left to eager for it: a function, or `the rest of forward from model.py:40 on`."""
+    """The code that `torch.compile` left to eager for it: a function, or `the rest of forward from model.py:40 on`."""
     count: int = 1
     """Operators that a report says it of."""
     is_earlier: bool = False
@@ -101,7 +101,7 @@ Noted = tuple[Counter[str], Counter[tuple[str, str, str | None]]]
 
 
 class CallReasons:
-    """Why calls of a captured partition ran without a graph, and what was new in calls that only warmed up.
+    """Reasons for calls of a captured partition without a graph, and news of calls that only warmed up.
 
     Holds text alone, for reports that outlive the partition.
     """

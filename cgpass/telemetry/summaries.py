@@ -14,7 +14,7 @@ class Source:
     place: str | None = None
     """The line where the function begins, `model.py:41 in forward`."""
     trace_id: Any = None
-    """What torch's trace lists its compilation under."""
+    """The id under which torch's trace lists its compilation."""
 
     def of(self, name: str) -> str:
         """`name`, with where it is from if that is known."""
@@ -30,7 +30,7 @@ class PartitionSummary:
     num_ops: int
     """Operators of its graph, before any are fused."""
     reasons: tuple[Reason, ...] = ()
-    """Why it is not captured, one for each operator to blame."""
+    """Reasons for not capturing it, one for each operator to blame."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class GraphSummary:
     """"forward", "backward" or "inference"."""
     partitions: tuple[PartitionSummary, ...]
     skip: str | None = None
-    """Why the whole graph runs without CUDA graphs, if it does."""
+    """The reason that the whole graph runs without CUDA graphs, if it does."""
     num_ops: int = 0
     """Operators of such a graph."""
     place: str | None = None
@@ -51,9 +51,9 @@ class GraphSummary:
     function: int | None = None
     """The compiled function that it belongs to, as `telemetry.new_function` numbers them."""
     graph_break: Reason | None = None
-    """Why Dynamo ended the function there, if it goes on in another one."""
+    """Dynamo's reason to end the function there, if it goes on in another one."""
     driver: str | None = None
-    """What records it, "cuda" or "simulated", if anything does."""
+    """The driver that records it, "cuda" or "simulated", if any does."""
 
     @property
     def name(self) -> str:
@@ -86,10 +86,10 @@ def counted(found: Iterable[Reason]) -> tuple[Reason, ...]:
 
 @dataclass(frozen=True)
 class RecordingNote:
-    """Why and how one recording was made."""
+    """Cause and cost of one recording."""
 
     cause: str
-    """What was new: "first", "shape", "moved", "other tensors", "memory", "held", "input", "anew"."""
+    """A code: "first", "shape", "moved", "other tensors", "memory", "held", "input", "anew"."""
     detail: str
     """The same as a sentence, with names, addresses and lines."""
     copied_bytes: int

@@ -26,8 +26,8 @@ outside_dynamo: Callable[..., Any] = torch._disable_dynamo
 
 
 frame_callback: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
-"""What Dynamo does with each frame that Python enters in this thread; None where it does nothing, and `outside_dynamo`, which
-imports it, is not needed.
+"""Return Dynamo's callback for frames that Python enters in this thread; None where it does nothing, and `outside_dynamo`,
+which imports it, is not needed.
 
 Source: torch/csrc/dynamo/eval_frame.c, 2.11 to 2.15.
 """

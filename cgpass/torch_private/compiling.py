@@ -140,7 +140,7 @@ def donate_no_buffers() -> None:
 
     With donated buffers `retain_graph=True` raises, and pieces of a backward graph would donate the wrong inputs.
     To be called when the forward graph is compiled: its split has made the list by then, and nobody has read it.
-    Turning the setting off instead leaves no list, which is not an empty one to whoever checks before a backward.
+    Turning the setting off instead leaves no list, which is not an empty one to a check before a backward.
 
     Source: torch/_functorch/_aot_autograd/graph_compile.py `fw_metadata.bw_donated_idxs`, 2.11 to 2.15.
     """

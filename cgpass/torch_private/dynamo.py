@@ -155,7 +155,7 @@ _USER_WORDS: Final = (
 
 
 def static_mark(node: torch.fx.Node) -> str | None:
-    """How a placeholder of Dynamo's graph was said to keep its address, None if it was not.
+    """Return the way a placeholder of Dynamo's graph was said to keep its address, None if it was not.
 
     Source: torch/_dynamo/decorators.py `mark_static_address`, 2.11 to 2.15.
     """

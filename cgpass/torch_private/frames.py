@@ -55,7 +55,7 @@ class GraphBreak:
     over: bool = False
     """True if Dynamo forgot since what it compiled."""
     earlier: bool = False
-    """True if summaries began anew since."""
+    """True if summaries began again since."""
 
 
 _NOTED = 4096
@@ -137,7 +137,7 @@ def graph_breaks() -> list[GraphBreak]:
 
 
 def end_notes() -> None:
-    """Note that Dynamo forgets all that it compiled so far, and numbers functions anew."""
+    """Note that Dynamo forgets all that it compiled so far, and numbers functions from 0 again."""
     global _forgotten
     _forgotten = next(reversed(compilations()), None)
     _ours.clear()

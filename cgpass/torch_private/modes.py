@@ -47,7 +47,7 @@ def _dispatch_keys() -> tuple[Any, Any]:
 
 with concurrent.futures.ThreadPoolExecutor(1) as _threads:
     _KEYS_OF_A_THREAD = _threads.submit(_dispatch_keys).result()
-"""Dispatch keys that a thread starts with: whoever imports this may have others. Fake tensors' kernels run with the
+"""Dispatch keys that a thread starts with: the importing thread may have others. Fake tensors' kernels run with the
 meta device's (torch/_subclasses/fake_tensor.py `in_kernel_invocation_manager`, 2.11 to 2.15)."""
 
 
@@ -78,7 +78,7 @@ def is_exporting() -> bool:
 
 
 def mode_stacks() -> tuple[int, int]:
-    """How many modes of operators and of functions this thread is in."""
+    """Count the modes of operators and of functions that this thread is in."""
     return torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
 
 
@@ -95,7 +95,7 @@ def leave_modes_above(stacks: tuple[int, int]) -> None:
 
 
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""How many dispatch modes see the operators that this thread calls."""
+"""The number of dispatch modes that see the operators that this thread calls."""
 
 
 is_jit_traced: Callable[[], bool] = torch._C._is_tracing

@@ -30,7 +30,7 @@ def parts_of_optimizers(optimizers: Sequence[torch.optim.Optimizer], scaler: Any
 
 
 def why_not_recordable(optimizers: Sequence[torch.optim.Optimizer], scaler: Any) -> str | None:
-    """Why no graph can hold the steps of optimizers, and what to do.
+    """Say why no graph can hold the steps of optimizers, and what to do; None if one can.
 
     Source: torch/optim/*.py, torch/amp/grad_scaler.py, 2.11 to 2.15.
     """

@@ -7,7 +7,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 storage_use_count = torch._C._storage_Use_Count
-"""How many references C++ holds to the StorageImpl at an address (`UntypedStorage._cdata`).
+"""The number of references that C++ holds to the StorageImpl at an address (`UntypedStorage._cdata`).
 
 Source: torch/csrc/Module.cpp, `_storage_Use_Count`, 2.11 to 2.15.
 """

@@ -269,7 +269,7 @@ class LimitArm(Arm):
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         super().begin()
-        # cuBLAS' workspace must be captured, too: whoever clears the workspaces later (Inductor's graphs and cgpass
+        # cuBLAS' workspace must be captured, too: who clears the workspaces later (Inductor's graphs and cgpass
         # do, for every recording) would free it under this graph.
         torch._C._cuda_clearCublasWorkspaces()
         with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):

@@ -48,7 +48,7 @@ class Process:
     def say(self, command: str) -> None:
         """Give it a command."""
         if not self.is_gone:
-            with contextlib.suppress(OSError):  # it is gone; whoever hears finds out
+            with contextlib.suppress(OSError):  # it is gone; the receiver finds out
                 self._pipe.send(command)
 
     def hear(self, until: float) -> Answer:

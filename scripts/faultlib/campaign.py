@@ -133,7 +133,7 @@ class Campaign:
     def alarms(self, count: int) -> list[Fault]:
         """Return signals whose handler raises, each somewhere in a run.
 
-        What lives afterwards is not counted: in weak references' callbacks Python drops such an error, and torch compiles anew.
+        What lives afterwards is not counted: in weak references' callbacks Python drops such an error, and torch compiles again.
         """
         sys.unraisablehook = lambda *args: None  # of destructors
         longest = min(timeit.repeat(self._run, number=1))

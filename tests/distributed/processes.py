@@ -77,7 +77,7 @@ def _process(rank, world_size, device_type, compiler, names, directory, port):
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
     # The first program that spreads its tensors is traced with more operators than later ones (DTensor finds out how
-    # once): its kernels have other comments, so Inductor measures them anew, and the fastest may add in another order.
+    # once): its kernels have other comments, so Inductor measures them again, and the fastest may add in another order.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(compiler == "inductor")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{directory}/inductor{rank}"

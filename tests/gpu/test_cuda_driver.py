@@ -63,7 +63,9 @@ def test_a_thread_records_what_another_one_warmed_up(owner, library):
 
     for x in xs[1:]:
         in_threads(functools.partial(work, x))
-    assert runner.stats.replays >= 2  # where no handle could be made, the first thread ran plainly
+    assert (
+        runner.stats.replays >= 2
+    )  # where no handle could be made, the first thread ran without a graph
     for x, y in zip(xs[1:], found, strict=True):
         torch.testing.assert_close(y, LIBRARIES[library](x))
 

@@ -17,7 +17,7 @@ CALLS = 12
 
 
 def numbers(kind):
-    """One for each call; where every other one is compiled or recorded anew, few that come again."""
+    """One for each call; where every other one is compiled or recorded again, few that come again."""
     steps = [0.1 * (n + 1) for n in range(CALLS)]
     return {
         "float": [0.0, *steps[1:]],  # the first is a constant, Dynamo learns of the others
@@ -36,7 +36,7 @@ def numbers(kind):
 
 
 ARGUMENTS = ("float", "float64", "float32", "float16", "int64", "int32", "bool_", "tensor")
-"""What changes without anything being recorded anew."""
+"""What changes without anything being recorded again."""
 KINDS = (*ARGUMENTS, "int", "bool", "complex", "complex64")
 
 

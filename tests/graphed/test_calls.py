@@ -1,4 +1,4 @@
-"""Arguments, results and gradients of graphed callables, against running them plainly."""
+"""Arguments, results and gradients of graphed callables, against running them without a graph."""
 
 import dataclasses
 from typing import Any, NamedTuple

@@ -261,7 +261,7 @@ def test_a_refusal_in_a_training_runs_without_a_graph(setting, caplog, refused, 
         found.sum().backward()
         assert graphed.graphed.stats.plain_calls == n
     why = {
-        "assigns": "bias anew",
+        "assigns": "a new tensor to bias",
         "reads": "can't be captured, at test_failures",
         "returns": "a object that",
     }

@@ -1,4 +1,4 @@
-"""Modules whose parameters are tied, laid out anew or replaced, and whose submodules, modes or hooks change."""
+"""Modules whose parameters are tied, copied to a new layout or replaced, and whose submodules, modes or hooks change."""
 
 import copy
 import functools

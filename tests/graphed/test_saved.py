@@ -95,7 +95,7 @@ def test_recorded_again_in_a_checkpoint(setting, way, dropout):
 
 
 class PacksInside(torch.nn.Module):
-    """Saves some tensors in half of their size, another one plainly."""
+    """Saves some tensors in half of their size, another one as it is."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Interleaved pipelines: orders that are refused, and schedules against running the layers plainly."""
+"""Interleaved pipelines: orders that are refused, and schedules against running the layers without a graph."""
 
 import random
 

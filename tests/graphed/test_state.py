@@ -1,4 +1,4 @@
-"""Parameters, modes, autocast and random numbers of graphed callables, against running them plainly."""
+"""Parameters, modes, autocast and random numbers of graphed callables, against running them without a graph."""
 
 import pytest
 import torch

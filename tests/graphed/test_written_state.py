@@ -101,7 +101,8 @@ def test_buffers_that_are_assigned_anew_are_refused(setting, form):
     module = setting.module(Assigns())
     before = module.count
     with pytest.raises(
-        cgpass.errors.GraphedArgumentError, match=r"assigns count anew when it runs.* in place"
+        cgpass.errors.GraphedArgumentError,
+        match=r"assigns a new tensor to count when it runs.* in place",
     ):
         setting.graphed(
             module if form == "module" else module.forward, (setting.randn(4, 8, grad=True),)

@@ -1,4 +1,4 @@
-"""What an exception breaks off is undone by whoever comes next, and by nobody before."""
+"""What an exception breaks off is undone by the next call, and by nobody before."""
 
 import pytest
 

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 def recordings():
     """Every recording of this process."""
-    return [r for each in list(owner._owners) for slot in each._slots for r in slot.recordings]
+    return [r for each in list(owner._owners) for pool in each._pools for r in pool.recordings]
 
 
 @pytest.fixture

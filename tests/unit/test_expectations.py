@@ -1,4 +1,4 @@
-"""`cgpass.expect` in programs that record, replay and run plainly."""
+"""`cgpass.expect` in programs that record, replay and run without a graph."""
 
 import pytest
 import torch

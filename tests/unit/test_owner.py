@@ -41,7 +41,7 @@ def both(factor=5, **settings):
 def test_a_recording_knows_what_it_may_lie_on():
     first, second, old, new = both()
     owner = first.owner
-    assert new.released == {old.birth: (0,)}
+    assert new.released == {old.capture_index: (0,)}
     assert new.memory.addresses() == old.memory.addresses(), "memory is used again"
     (held,), _ = first.run([X])
     assert not owner.is_safe(new)
@@ -79,7 +79,7 @@ def test_what_was_released_and_is_held_is_moved_before_something_is_recorded_on_
     call(third, X)
     (held,), _ = first.run([X])
     assert call(third, X) == [[4, 4]]
-    assert [r.slot for r in third.table.all()] == [0 if may_move else 1]
+    assert [r.pool_index for r in third.table.all()] == [0 if may_move else 1]
     assert call(second, X) == [[3, 3]]
     assert held.tolist() == [2, 2]
     assert first.stats.rescues == may_move
@@ -120,12 +120,12 @@ def test_gradients_that_had_to_be_moved_once_get_a_pool_of_their_own():
     forward, backward = held_gradients(is_backward=True)
     assert backward.stats.rescues == 1
     assert counts(backward) == (1, 2, 9, 0)
-    assert [r.slot for r in backward.table.all()] == [1]
-    assert [r.slot for r in forward.table.all()] == [0]
+    assert [r.pool_index for r in backward.table.all()] == [1]
+    assert [r.pool_index for r in forward.table.all()] == [0]
     backward.owner.release()  # which forgets it
     for _ in range(3):
         assert call(backward, X) == [[3, 3]]
-    assert [r.slot for r in backward.table.all()] == [0]
+    assert [r.pool_index for r in backward.table.all()] == [0]
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -135,7 +135,7 @@ def test_gradients_that_another_partition_overwrites_have_time_to_be_dropped(own
     monkeypatch.setattr(time, "sleep", lambda seconds: held.clear())
     call(backward if own else forward, X)
     assert (len(held), backward.stats.rescues) == ((1, 1) if own else (0, 0))
-    assert [r.slot for r in backward.table.all()] == [0]
+    assert [r.pool_index for r in backward.table.all()] == [0]
 
 
 @pytest.mark.parametrize("held", [True, False])

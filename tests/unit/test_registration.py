@@ -27,7 +27,7 @@ needs_distributed = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
     for name in (NAME, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.setenv(name, "")  # to be put back, whoever sets it
+        monkeypatch.setenv(name, "")  # to be restored, whatever sets it
         monkeypatch.delenv(name)
     monkeypatch.setattr(torch_private, "uses_expandable_segments", lambda: None)
     return monkeypatch

@@ -251,7 +251,7 @@ def test_what_takes_a_dead_tensors_place_is_copied_and_no_recording_is_lost():
         assert call(run, X, w, n) == [[n, n]]
         del w
     assert counts(run) == (3, 2, 17, 0)
-    assert run.table.all() == run.owner._slots[0].recordings
+    assert run.table.all() == run.owner._pools[0].recordings
 
 
 @pytest.mark.parametrize("held", [False, True])
@@ -265,7 +265,7 @@ def test_recordings_of_what_is_gone_are_freed_once_something_else_is_recorded(he
         kept += [result] * held
         del w, result
         assert len(run.table.all()) == (len(kept) or 1)
-        assert run.table.all() == run.owner._slots[0].recordings
+        assert run.table.all() == run.owner._pools[0].recordings
 
 
 def test_what_is_written_beside_operators_is_found_by_its_bits():
@@ -373,7 +373,7 @@ def test_what_is_recorded_stays_known_however_many_keys_came_since():
     for n in (*range(2100), 0, 1, 1, 0):
         call(run, X, n)
     assert counts(run) == (2101, 2, 3, 0)
-    assert run.table.all() == run.owner._slots[0].recordings
+    assert run.table.all() == run.owner._pools[0].recordings
 
 
 def test_sizes_that_do_not_come_again_are_named_once(caplog):
@@ -429,5 +429,5 @@ def test_pending_calls_are_counted_for_each_set_of_storages_at_one_place():
     run.forget_recordings()
     held = [run.run([X, w, 2])[0] for w in layers]
     assert run.stats.plain_calls == 0
-    assert [r.slot for r in run.table.all()] == [0, 0, 0]
+    assert [r.pool_index for r in run.table.all()] == [0, 0, 0]
     assert [t.tolist() for (t,) in held] == [[2.0, 2.0]] * 3

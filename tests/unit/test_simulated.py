@@ -111,7 +111,7 @@ def test_neither_a_tape_nor_its_reset_keeps_inputs_alive(driver):
     graph.replay()
     alive = weakref.ref(x)
     del x
-    assert alive() is None, "inputs belong to whoever calls"
+    assert alive() is None, "inputs belong to the caller"
     graph.reset()
     assert out.tolist() == [2, 2]
 

@@ -57,7 +57,7 @@ class Net(torch.nn.Module):
 
 
 def train(module, **options):
-    """Results of a module that is compiled anew, what was counted, and what is told of its graphs."""
+    """Results of a module that is compiled again, what was counted, and what is told of its graphs."""
     torch.compiler.reset()
     torch.manual_seed(0)
     call = torch.compile(module, backend="cgpass", options=SIMULATED | options)

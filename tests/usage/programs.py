@@ -502,7 +502,7 @@ def long_enough(x):
 
 
 def called_with(fn, *makers, count=8, **kwargs):
-    """A program that calls a function with inputs made anew for each call; gives inputs and outputs."""
+    """A program that calls a function with new inputs for each call; gives inputs and outputs."""
 
     def program(session):
         call = session.compile(fn, **kwargs)

@@ -1,4 +1,4 @@
-"""What cgpass refuses with a clear error, and what it runs plainly with its reason."""
+"""What cgpass refuses with a clear error, and what it runs without a graph, with its reason."""
 
 import logging
 

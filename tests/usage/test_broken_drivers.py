@@ -45,8 +45,8 @@ def released_blocks_forgotten(patch):
     """A recording does not know which older outputs it may lie on."""
     begin = Owner.begin_recording
 
-    def begin_and_forget(self, slot):
-        begin(self, slot)
+    def begin_and_forget(self, pool_index):
+        begin(self, pool_index)
         return {}
 
     patch.setattr(Owner, "begin_recording", begin_and_forget)
@@ -105,18 +105,18 @@ def no_write_back(patch):
     patch.setattr(Recording, "run", run_without_write_back)
 
 
-def order_of_birth_ignored(patch):
+def order_of_captures_ignored(patch):
     """A recording is replayed though outputs of younger ones, which may lie on its temporaries, are held."""
 
     def is_safe(self, recording):
         others = [
             other
-            for birth, _, other in self._slots[recording.slot].stack
-            if birth <= recording.birth
+            for index, _, other in self._pools[recording.pool_index].stack
+            if index <= recording.capture_index
         ]
         return not any(
             other.memory.held(
-                None if other is recording else recording.released.get(other.birth, ())
+                None if other is recording else recording.released.get(other.capture_index, ())
             )
             for other in others
         )
@@ -175,7 +175,7 @@ BROKEN = [
     (consumption_unchecked, graph_retained_later),
     (released_blocks_forgotten, outputs_held_over_the_backward),
     (always_safe, held_outputs),
-    (order_of_birth_ignored, gradients_kept_over_the_next_forward),
+    (order_of_captures_ignored, gradients_kept_over_the_next_forward),
 ]
 
 

@@ -77,7 +77,7 @@ def test_a_capture_that_fails_at_any_operator_of_a_model(name):
 )
 def test_signals_in_the_middle_of_calls(name, monkeypatch):
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # put back
-    with torch._dynamo.config.patch(recompile_limit=100):  # signals have Dynamo compile anew
+    with torch._dynamo.config.patch(recompile_limit=100):  # signals have Dynamo compile again
         faults = Campaign(name).alarms(60)
         assert_all_come_out_right(faults, 5)  # runs may be faster than measured
 

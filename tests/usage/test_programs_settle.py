@@ -565,7 +565,7 @@ def test_more_forwards_than_may_be_pending_run_without_a_graph(way, caplog):
 
 def recordings_of(owner):
     """Every recording that lies in a pool of an owner's."""
-    return [recording for slot in owner._slots for recording in slot.recordings]
+    return [recording for pool in owner._pools for recording in pool.recordings]
 
 
 def kept_by(runner):
@@ -575,7 +575,7 @@ def kept_by(runner):
         "keys": len(table.seen()),
         "places": sum(map(len, inputs._known.values())),
         "recordings": len(recordings_of(owner)),
-        "slots": len(owner._slots),
+        "pools": len(owner._pools),
         "placeholders": len(owner.placeholders),
         "pool addresses": len(owner._pool_addresses),
     }

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 class InputKind(enum.Enum):
-    """How a recording treats an input."""
+    """A recording's treatment of an input."""
 
     STATIC = "static"
     """Parameter, buffer or marked static: read where it lies; a new address needs a new recording."""
@@ -39,4 +39,4 @@ class InputInfo:
     is_resized: bool = False
     """A tensor with sizes or strides that no integer among the inputs tells."""
     in_place: bool = False
-    """Never copied: whoever writes it knows it by itself, and not as an input."""
+    """Never copied: its writer knows it by itself, and not as an input."""

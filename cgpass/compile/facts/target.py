@@ -16,7 +16,7 @@ class Target:
     device: torch.device
     records: bool
     skip: str | None = None
-    """Why nothing of it can be captured, if so; `device` then means nothing."""
+    """The reason that nothing of it can be captured, if so; `device` then means nothing."""
 
     @property
     def driver(self) -> str | None:

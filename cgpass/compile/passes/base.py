@@ -19,7 +19,7 @@ from cgpass.errors import PassError
 log = logging.getLogger(__name__)
 
 Direction = Literal["forward", "backward", "inference"]
-"""Which of a function's graphs."""
+"""One of a function's graphs."""
 _KEPT = (
     "stack_trace",
     "nn_module_stack",

@@ -47,7 +47,7 @@ class Partition(Pass):
     unsafe_ops: frozenset[str] = frozenset()
     """Operators never captured, "ns::op" or "ns::op.overload"."""
     min_partition_ops: int = 4
-    """A captured partition beside others with fewer operators that launch work runs plainly."""
+    """A captured partition beside others with fewer operators that launch work runs without a graph."""
     collectives: bool = True
     """True if collectives may be captured."""
 
