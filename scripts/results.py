@@ -33,7 +33,6 @@ RESULTS = ROOT / "docs" / "results"
 README = ROOT / "README.md"
 PARTS = {
     "bench": "training steps",
-    "memory": "memory",
     "inference": "calls without gradients",
     "overhead": "host time",
     "step": "whole steps",
@@ -41,7 +40,6 @@ PARTS = {
     "graphed": "graphed callables",
     "recompute": "recomputation",
     "start": "first steps",
-    "tests": "tests",
     "dist": "tests on several devices",
 }
 RIVALS = ("default", "reduce-overhead", "cgpass")

@@ -24,8 +24,6 @@ KNOWN = {
     "cgpass-step": "cgpass.train_step, the optimizer part of the graph",
     "graphed": "cgpass.make_graphed_callables",
     "torch-graphed": "torch.cuda.make_graphed_callables",
-    "guards": "Dynamo's guards alone: nothing is computed",
-    "guards-filtered": "the same with torch.compiler.skip_guard_on_all_nn_modules_unsafe",
     "limit": "one graph of default's forward and backward, captured by hand; nothing is checked or copied",
     "limit-step": "the same of default's kernels, with the optimizer",
 }
@@ -192,24 +190,6 @@ class StepArm(Arm):
     begin = finish = Arm.nothing
 
 
-class GuardsArm(Arm):
-    """Dynamo alone, which does guards above all; the loss is 0."""
-
-    def _compile(self) -> None:
-        found = [torch.zeros((), device=self.workload.device)]
-        skip = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
-        self._call = torch.compile(
-            self.module,
-            backend=lambda gm, inputs: lambda *args: found,
-            options=skip if self.base == "guards-filtered" else None,
-        )
-
-    def run(self, batch: Batch) -> torch.Tensor:
-        return self._loss(batch)
-
-    begin = finish = Arm.nothing
-
-
 class GraphedArm(Arm):
     """The module recorded by `make_graphed_callables`, ours or torch's, with its batch as the sample."""
 
@@ -305,6 +285,5 @@ def make(name: str, workload: Workload, *, plain: bool = False) -> Arm:
     if base in NEEDS_CUDA and workload.device.type != "cuda":
         raise RuntimeError(f"{base} needs a CUDA device")
     kinds = {"cgpass-step": StepArm, "graphed": GraphedArm, "torch-graphed": GraphedArm}
-    kinds |= dict.fromkeys(("guards", "guards-filtered"), GuardsArm)
     kind = LimitArm if base.startswith("limit") else kinds.get(base, Arm)
     return kind(name, workload, plain=plain)
