@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from cgpass.errors import OutputError
-from tests.unit.runners import counts
+from tests.unit.runtime.runners import counts
 from tests.usage.programs import ATEN, Ways
 
 

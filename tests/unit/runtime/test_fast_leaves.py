@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cgpass.runtime import fast
-from tests.unit.leaves import ALL, NUM, ONE, TWO, Function, randn, visits
+from tests.unit.runtime.leaves import ALL, NUM, ONE, TWO, Function, randn, visits
 
 
 @pytest.mark.parametrize("there", [False, True])

@@ -38,7 +38,7 @@ def test_what_was_not_is_named_with_what_was_compiled(call):
     few = cgpass.expect(graphs=0, warmups=1)
     with pytest.raises(ExpectationError, match="Compiled inside") as error, few:
         call(4)
-    assert "inference of test_expectations.py" in str(error.value)
+    assert "inference of test_summary.py" in str(error.value)
     assert "warmups" not in str(error.value).split("(all")[0]
 
 

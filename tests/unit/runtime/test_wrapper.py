@@ -13,7 +13,7 @@ from cgpass.errors import (
     OutputError,
     StaticInputMovedError,
 )
-from tests.unit.runners import counts
+from tests.unit.runtime.runners import counts
 
 X = torch.ones(3)
 

@@ -6,7 +6,7 @@ import torch
 from cgpass.compile.facts.input_info import InputInfo
 from cgpass.runtime.inputs import Layout, describe
 from cgpass.runtime.wrapper import _kind
-from tests.unit.runners import COPIED, OPAQUE, STATIC, SYMINT, infos
+from tests.unit.runtime.runners import COPIED, OPAQUE, STATIC, SYMINT, infos
 
 CPU = torch.device("cpu")
 X = torch.zeros(2, 3)

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_m
 
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
-from tests.unit.runners import COPIED, call, counts, runner
+from tests.unit.runtime.runners import COPIED, call, counts, runner
 
 X = torch.ones(2)
 

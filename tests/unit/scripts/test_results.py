@@ -11,7 +11,7 @@ import cgpass
 from cgpass.compile.facts.op_tables import FIXES
 from cgpass.options import Options
 from cgpass.telemetry.reason import OTHER_FIXES
-from tests.unit.test_bench import EQUAL, META, arm, result, usual
+from tests.unit.scripts.test_bench import EQUAL, META, arm, result, usual
 
 MARKS = "head\n<!-- {0}: begin -->\nold\n<!-- {0}: end -->\ntail\n"
 TIME = {"time": "2026-01-01 00:00:00"}

@@ -13,7 +13,7 @@ from cgpass.runtime.capturing import is_capturing_here as is_recording
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.runtime.table import RecordingTable
-from tests.unit.runners import COPIED, POOLED, STATIC, SYMINT, call, counts, runner
+from tests.unit.runtime.runners import COPIED, POOLED, STATIC, SYMINT, call, counts, runner
 
 X = torch.ones(2)
 

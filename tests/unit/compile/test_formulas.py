@@ -182,7 +182,7 @@ def test_training_is_one_graph_with_eager_parts(compiler, with_bias):
     assert kinds(forward) == ["captured", "eager", "captured"]
     assert kinds(backward) == ["captured", "eager", "captured"]
     (reason,) = map(str, forward.partitions[1].reasons)
-    assert reason.startswith("cgpass_tests.scale_rows.default at test_opaque_autograd.py:")
+    assert reason.startswith("cgpass_tests.scale_rows.default at test_formulas.py:")
     assert "its autograd formula can't be traced" in reason
     assert [part.num_ops for part in backward.partitions if not part.captured] == [1]
     assert str(backward.partitions[1].reasons[0]).startswith(

@@ -9,7 +9,7 @@ import torch
 from cgpass.runtime.executor import Executor, Plan, Step
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
-from tests.unit.runners import COPIED, counts, runner
+from tests.unit.runtime.runners import COPIED, counts, runner
 
 X = torch.ones(2)
 

@@ -12,7 +12,7 @@ from cgpass.runtime import fast
 from cgpass.runtime.inputs import Inputs, Layout
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
-from tests.unit.runners import COPIED, POOLED, STATIC, infos
+from tests.unit.runtime.runners import COPIED, POOLED, STATIC, infos
 
 X = torch.ones(2)
 

@@ -8,7 +8,7 @@ from cgpass.errors import CaptureError, InputError
 from cgpass.runtime import rng
 from cgpass.runtime.rng import ForwardState, caller_of, forward_states, run_with_state
 from tests.generators import FakeGenerator, State
-from tests.unit.runners import COPIED, OPAQUE, counts, runner
+from tests.unit.runtime.runners import COPIED, OPAQUE, counts, runner
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 EXACT = pytest.mark.parametrize("exact", [True, False], ids=["exact", "paired"])

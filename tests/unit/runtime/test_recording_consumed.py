@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cgpass.compile.facts.input_info import InputKind
-from tests.unit.runners import COPIED, call, counts, infos, partition, runner
+from tests.unit.runtime.runners import COPIED, call, counts, infos, partition, runner
 
 X = torch.ones(4)
 

@@ -10,7 +10,7 @@ from cgpass.runtime.capturing import is_capturing_here
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
 from tests.operators import waits
-from tests.unit.runners import COPIED, call, counts, runner
+from tests.unit.runtime.runners import COPIED, call, counts, runner
 
 aten = torch.ops.aten
 

@@ -4,7 +4,7 @@ import torch
 
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
-from tests.unit.runners import COPIED, POOLED, STATIC, SYMINT, call, runner
+from tests.unit.runtime.runners import COPIED, POOLED, STATIC, SYMINT, call, runner
 
 
 def causes(run):

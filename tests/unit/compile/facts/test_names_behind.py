@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from cgpass.compile.facts.capturability import names_behind, why_not_capturable
 from tests.graphs import CUDA
-from tests.unit.test_capturability import by_hand
+from tests.unit.compile.facts.test_capturability import by_hand
 
 aten = torch.ops.aten
 

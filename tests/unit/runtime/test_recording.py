@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.unit.runners import COPIED, runner
+from tests.unit.runtime.runners import COPIED, runner
 
 
 def recorded(fn, *inputs, **settings):
