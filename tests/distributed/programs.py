@@ -37,7 +37,7 @@ from cgpass.runtime import owner as owners
 WIDTH = 16
 STEPS = 10 if torch.cuda.is_available() else 6
 STEPS_UNTIL_STEADY = 24
-"""Where parameters are freed and allocated again: on CPU they never lie where they lay."""
+"""Steps with parameters that come back: on CPU they never lie where they lay."""
 collectives = torch.ops._c10d_functional
 
 
@@ -64,7 +64,7 @@ class Net(nn.Module):
 
 @dataclasses.dataclass
 class World:
-    """What a process knows of the others."""
+    """A process's view of the others."""
 
     mesh: object
     device: torch.device
@@ -206,7 +206,7 @@ def gathers_recorded():
 
 
 def simple_fsdp_resharding(world):
-    """What the forward gathers, the backward gathers again, in its graph."""
+    """The backward gathers again what the forward did, in its graph."""
 
     def check():
         if world.options["driver"] == "simulated":  # of CUDA's own it is not kept
@@ -301,7 +301,7 @@ class Experts(nn.Module):
 
 
 def expert_parallel(world):
-    """How many tokens an expert gets is known to the host only: between graphs."""
+    """Only the host knows the number of an expert's tokens: between graphs."""
     torch.manual_seed(0)
     module = Experts().to(world.device)
     with torch._dynamo.config.patch(capture_scalar_outputs=True):

@@ -1,4 +1,4 @@
-"""What documents name exists, what they show runs, and what they quote was measured."""
+"""Names in documents exist, code in them runs, and figures in them were measured."""
 
 import doctest
 import inspect

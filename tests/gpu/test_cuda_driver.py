@@ -1,4 +1,4 @@
-"""What only a real device shows of the driver: failed and foreign captures, streams, registered generators."""
+"""The driver on a real device: failed and foreign captures, streams, registered generators."""
 
 import functools
 import logging

@@ -60,7 +60,7 @@ def passed_on(a, b):
 
 
 def results(fn, dtype, layout, calls, **options):
-    """What each call returns and leaves in its inputs, and the counters."""
+    """Results and inputs after each call, and the counters."""
     made = torch.compile(fn, backend=cgpass.cgpass, dynamic=False, options=options)
     found = []
     with counted() as counters:

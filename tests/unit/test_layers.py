@@ -54,7 +54,7 @@ def imports(node, inside_functions=False, inside=False):
 
 
 def forbidden(module, imported):
-    """Why a module may not import what it imports, `None` if it may."""
+    """The reason against an import of a module, None if it may."""
     if imported.startswith("."):
         return "relative import"
     if is_private(imported) and part_of(module) != "torch_private":

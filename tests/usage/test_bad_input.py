@@ -1,4 +1,4 @@
-"""What cgpass refuses with a clear error, and what it runs plainly with its reason."""
+"""Input that cgpass refuses with a clear error, or runs plainly with a reason."""
 
 import logging
 

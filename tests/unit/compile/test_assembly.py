@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 @pytest.fixture
 def compiled_graphs(monkeypatch):
-    """What Inductor gets to compile; the graphs run as they are."""
+    """Graphs that Inductor gets; they run as they are."""
     graphs = []
 
     def inner(gm, _inputs, **_settings):

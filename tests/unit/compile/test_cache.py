@@ -154,7 +154,7 @@ def test_a_second_compilation_traces_what_it_cannot_read(monkeypatch, number):
 
 
 def test_fake_tensors_that_are_views_stay_so():
-    """What attention on CUDA returns, say: they know the mode of what they are views of."""
+    """Attention on CUDA returns such: views know the mode of their bases."""
     mode, graph = FakeTensorMode(shape_env=ShapeEnv()), fx.Graph()
     with mode:
         base = torch.randn(4, 4)
@@ -180,7 +180,7 @@ def test_fake_tensors_that_are_views_stay_so():
 
 
 def compiled(fn, *inputs, **options):
-    """Whether graphs of a function were kept, looked up in a second compilation."""
+    """Tell if a second compilation of a function finds graphs that were kept."""
     found = []
     for _ in range(2):
         torch.compiler.reset()

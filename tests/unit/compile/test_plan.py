@@ -59,7 +59,7 @@ def test_a_plan_computes_what_the_graph_does(fn, mode):
 
 
 def runner(*names):
-    """What adds two inputs and doubles the second, and knows its inputs by name."""
+    """A runner that adds two inputs, doubles the second, and names its inputs."""
     found = Mock(spec=PartitionRunner)
     found.fn = lambda values: (values[0] + values[1], values[1] * 2)
     found.layout = SimpleNamespace(infos=[InputInfo(name, InputKind.COPIED) for name in names])

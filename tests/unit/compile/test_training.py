@@ -16,7 +16,7 @@ OPTIONS = {"driver": "simulated", "compiler": "eager", "min_partition_ops": 1}
 
 @pytest.fixture(params=["node", "function"])
 def made(request, monkeypatch):
-    """What compiles; the function's node is made one way or the other."""
+    """A compiler that makes a function's node one way or the other."""
     if request.param == "function":
         monkeypatch.setattr(torch_private, "autograd_is_plain", lambda: False)
 
@@ -104,7 +104,7 @@ def test_nothing_is_kept_alive_by_a_cycle(made):
 
 @pytest.mark.parametrize("calls", [1, 3])
 def test_autocast_is_traced_into_it(made, calls):
-    """What runs in float32 inside, as rotary embeddings do, is not cast when it is called."""
+    """A part that runs in float32, as rotary embeddings do, is not cast in a call."""
 
     def mixed(x, w):
         with torch.autocast("cpu", enabled=False):

@@ -6,7 +6,7 @@ from cgpass.runtime import fast
 
 NUM = 4
 ALL, ONE, TWO = NUM + 1, 2, 3
-"""How many leaves autograd's engine comes to: with the input, all; one for its stream; that and another one."""
+"""Counts of leaves that autograd's engine comes to: with the input, all; one for its stream; one more."""
 
 
 def visits(backward, *args, **kwargs):

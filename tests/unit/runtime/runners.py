@@ -1,4 +1,4 @@
-"""What the tests of the runtime share: runners of plain functions on the simulated driver."""
+"""Helpers of the tests of the runtime: runners of functions on the simulated driver."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What an exception breaks off is undone by whoever comes next, and by nobody before."""
+"""Changes that an exception breaks off are undone by the next call, and not before."""
 
 import pytest
 

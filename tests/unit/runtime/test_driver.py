@@ -1,4 +1,4 @@
-"""What of the CUDA driver can be shown without CUDA: which calls it makes, in which order, on a device that does nothing."""
+"""The CUDA driver without CUDA: its calls, and their order, on a device that does nothing."""
 
 import ctypes
 import dataclasses

@@ -1,4 +1,4 @@
-"""What is done around failed captures: the search for the operator, what a runner does then."""
+"""Failed captures: the search for the operator, and the runner's calls afterwards."""
 
 import pytest
 import torch
@@ -115,7 +115,7 @@ def test_what_no_capture_allows_is_refused_at_once():
     ],
 )
 def test_a_runner_passes_on_what_is_raised(error, on_skip, times):
-    """What refuses the capture is not asked again where that is an error."""
+    """`on_failure` isn't asked again where its refusal is an error."""
     asked = Blaming(error)
     run = asking_runner(asked, on_skip=on_skip)
     call(run, torch.ones(3))
@@ -148,7 +148,7 @@ def test_reset_has_a_failed_capture_tried_again(asked, warmups):
 
 
 def test_an_error_that_comes_again_without_a_graph_is_the_users():
-    """What failed in a capture alone leaves the partition plain, what fails anyway does not."""
+    """An error in captures alone leaves the partition plain, one in every call does not."""
     due = []
 
     def fn(x):

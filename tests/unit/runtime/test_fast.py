@@ -184,7 +184,7 @@ def test_copies_own_their_memory():
     ],
 )
 def test_copies_span_no_more_than_what_is_copied(parts, num_bytes, nbytes):
-    """What operators compute of a copy is what they compute of the original: addresses and strides are alike."""
+    """Operators compute the same of a copy as of the original: addresses and strides are alike."""
     sources = parts(torch.arange(1024.0).view(4, 16, 16))
     results = sources.copy()
     assert fast.copy_out(results, range_of(sources)) == num_bytes

@@ -1,4 +1,4 @@
-"""What FSDP2 gathers: known before its memory is used, and allocated from a pool of its own."""
+"""Storages that FSDP2 gathers into: known before use, and allocated from their own pool."""
 
 import contextlib
 import sys
@@ -96,7 +96,7 @@ def test_where_the_pool_can_not_grow_memory_is_made_outside_of_it(gathers, monke
 
 @pytest.fixture
 def told(monkeypatch):
-    """What the allocator of a GPU that isn't there is told."""
+    """Calls to the allocator of a GPU that isn't there."""
     events = []
     monkeypatch.setattr(
         torch.cuda,

@@ -1,4 +1,4 @@
-"""What each input of a call is: a test for each row of Note [One rule for inputs]."""
+"""Kinds of a call's inputs: a test for each row of Note [One rule for inputs]."""
 
 import dataclasses
 
@@ -37,7 +37,7 @@ class Partition:
 
 
 def places(*tensors):
-    """Where tensors lie; zero for numbers."""
+    """Addresses; zero for numbers."""
     keys = (bytes(8) if isinstance(t, int) else fast.static_key([t], (0,)) for t in tensors)
     return b"".join(keys)
 

@@ -1,4 +1,4 @@
-"""What belongs to a signature, and how inputs are named."""
+"""Parts of a signature, and names of inputs."""
 
 import pytest
 import torch

@@ -199,7 +199,7 @@ def test_a_file_that_can_not_be_written_whole_anywhere_gets_no_name(copying, tmp
 def test_a_cache_that_can_not_be_written_is_replaced_by_a_temporary_one(
     copying, monkeypatch, tmp_path, caplog, capsys, limit
 ):
-    """Where it is full, whether the compiler says so or the file can't be kept: no other compiler would help."""
+    """No other compiler is tried on a full disk, told by the compiler or as the file is kept."""
     del copying
     full, error = str(tmp_path / "cache" / "cgpass"), "[Errno 28] No space left on device"
     compiler, sync = Path(os.environ["CXX"]), os.fsync

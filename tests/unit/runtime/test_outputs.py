@@ -1,4 +1,4 @@
-"""Who holds an output, how what is held moves, who owns the memory under it, and what becomes of it at the end."""
+"""Outputs: their holders, moves of held ones, the owners of their memory, and their end."""
 
 import gc
 from array import array

@@ -1,4 +1,4 @@
-"""Which pool is recorded into, what belongs to it again, and what is laid elsewhere."""
+"""Pools of recordings, blocks that return to them, and outputs laid elsewhere."""
 
 import contextlib
 import gc

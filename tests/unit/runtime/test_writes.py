@@ -1,4 +1,4 @@
-"""What operators say that they write, and the inputs that this concerns."""
+"""Writes that operators declare, and the inputs that they concern."""
 
 import pytest
 import torch

@@ -44,7 +44,7 @@ class Terminal:
         return line
 
     def is_clean(self):
-        """Whether nothing of the line is left."""
+        """Tell if the line is gone."""
         self.read()
         return self.seen.endswith(ERASE)
 

@@ -1,4 +1,4 @@
-"""What messages and reports call the inputs of a graph."""
+"""Names of inputs in messages and reports."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Which nodes a CUDA graph can hold: every reason has a graph that provokes it."""
+"""Nodes that no CUDA graph can hold: a graph provokes every reason."""
 
 import operator
 
@@ -35,7 +35,7 @@ def placed(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def written_at(number: int) -> str:
-    """Where `placed` has a call be written."""
+    """The place that `placed` gives a call."""
     return f"model.py:{number} in forward: line {number}"
 
 

@@ -1,4 +1,4 @@
-"""Where users wrote what a node does."""
+"""Lines of user code behind nodes."""
 
 import pytest
 import torch

@@ -47,7 +47,7 @@ return add""",
 
 
 def waits_of(gm):
-    """Where a wait is, and for what."""
+    """Waits: partition and value."""
     wait = torch.ops._c10d_functional.wait_tensor.default
     return [(str(get_tag(n)), n.args[0].name) for n in gm.graph.nodes if n.target is wait]
 

@@ -102,7 +102,7 @@ OPS = (
     *("slice", "copy_", "normal_"),
 )
 logged = []
-"""What the operator with a side effect got."""
+"""Inputs of the operator that logs."""
 
 
 @torch.library.custom_op("test_outline::log", mutates_args=())
@@ -162,7 +162,7 @@ def run_program(steps, *made):
 
 
 def all_of(fn, args):
-    """What running a graph gives: outputs, inputs afterwards, side effects, and where the generator stands."""
+    """Outputs of a graph, its inputs afterwards, side effects, and the generator's state."""
     logged.clear()
     torch.manual_seed(1)
     inputs = [arg.clone() for arg in args]

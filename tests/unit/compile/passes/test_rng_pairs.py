@@ -46,7 +46,7 @@ def split(joint, compiler="eager", inputs=None):
 
 
 def rewrite(graphs):
-    """What the pass noted of a forward and a backward graph."""
+    """The pass's notes of a forward and a backward graph."""
     contexts = (PassContext(CPU, "rng", direction) for direction in ("forward", "backward"))
     passes = OwnGradients(), FunctionalizeRng()
     return [run_passes(passes, *each) for each in zip(graphs, contexts, strict=True)]
