@@ -195,22 +195,23 @@ class GatheredTwice(Gathered):
         return checkpoint(gather, parameter, use_reentrant=False, context_fn=gather_again)
 
 
-def gathers_recorded():
-    """All-gathers in all recordings."""
-    tapes = [
-        recording.graph._calls
-        for owner in list(owners._owners)
-        for recording in owner._recordings()
-    ]
-    return sum("all_gather_into_tensor" in str(func) for tape in tapes for func, *_ in tape)
+def recordings():
+    """All recordings of this process."""
+    return [recording for owner in list(owners._owners) for recording in owner._recordings()]
+
+
+def calls_recorded(name):
+    """Calls of an operator in all recordings; of CUDA's own they are not kept."""
+    tapes = [recording.graph._calls for recording in recordings()]
+    return sum(name in str(func) for tape in tapes for func, *_ in tape)
 
 
 def simple_fsdp_resharding(world):
     """The backward gathers again what the forward did, in its graph."""
 
     def check():
-        if world.options["driver"] == "simulated":  # of CUDA's own it is not kept
-            assert gathers_recorded() > len(list(Net().parameters()))
+        if world.options["driver"] == "simulated":
+            assert calls_recorded("all_gather_into_tensor") > len(list(Net().parameters()))
 
     return simple_fsdp(world, GatheredTwice, check)
 
