@@ -124,7 +124,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def skipped(reports):
-    """How many tests were skipped, by reason."""
+    """Counts of skipped tests, by reason."""
     reasons = (report.longrepr[2].removeprefix("Skipped: ") for report in reports)
     return collections.Counter(
         "need a CUDA device" if reason.endswith("CUDA device(s), found 0") else reason

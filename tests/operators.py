@@ -7,7 +7,7 @@ from cgpass.runtime.capturing import is_capturing_here
 
 
 def is_recording(device):
-    """Whether what runs there is captured."""
+    """Tell if a device is captured now."""
     if device.type == "cuda":
         return torch.cuda.is_current_stream_capturing()
     return is_capturing_here()

@@ -62,7 +62,8 @@ class RNGStatesTracker:
         ...     x = torch.nn.functional.dropout(torch.ones(4))
 
     On CUDA `fork` exchanges handles of states, which works while a graph is being captured; the states have to be
-    registered with that graph (`generators`, or `cgpass.CheckpointedGraph(rng_tracker=...)`). On CPU it copies them.
+    registered with that graph (`generators.values()`, or `cgpass.CheckpointedGraph(rng_tracker=...)`). On CPU it copies
+    them.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:

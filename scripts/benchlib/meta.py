@@ -1,4 +1,4 @@
-"""What figures were taken on: machine, versions, commit and command."""
+"""Origin of figures: machine, versions, commit and command."""
 
 import os
 import shlex

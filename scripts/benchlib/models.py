@@ -244,7 +244,7 @@ REAL: dict[str, ModelSpec] = {
         title="Mixtral, bf16 weights, no autocast", autocast=False, dtype=torch.bfloat16, **MIXTRAL
     ),
 }
-"""What is measured unless the command names others."""
+"""Models that a command measures by default."""
 
 SPECS: dict[str, ModelSpec] = REAL | {
     **{

@@ -17,7 +17,7 @@ COLOURS = {
 }
 INK = "#7a7a7a"
 COMPARED = ("step_ms", "loop_ms", "host_ms", "cold_s", "warm_s", "peak_reserved_bytes")
-"""What is compared with another checkout's."""
+"""Figures compared between checkouts."""
 TEXTS = {
     "train": "Training steps.",
     "inference": "Calls without gradients, in eval mode.",

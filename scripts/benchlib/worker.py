@@ -30,7 +30,7 @@ DISCARDED = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one process does in a mode of bench.py, with the cgpass of a checkout (`root`)."""
+    """The work of one process in a mode of bench.py, with a checkout's cgpass (`root`)."""
 
     model: str
     mode: str

@@ -26,7 +26,7 @@ from faultlib.programs import PROGRAMS, Session
 
 ERRORS: tuple[type[BaseException], ...] = (KeyboardInterrupt, MemoryError, RuntimeError)
 Fault = tuple[str, Callable[[], str | bool | None]]
-"""What it is, and what makes it: returns what was wrong afterwards, if anything, or False if it did not come to pass."""
+"""Its name and its maker: returns what was wrong afterwards, if anything, or False if it did not come to pass."""
 _PACKAGE = Path(cgpass.__file__).parent
 _FILES = ("compile/training.py", "whole_step.py")
 _FOLDERS = ("runtime", "graphed")

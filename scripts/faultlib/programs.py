@@ -20,7 +20,7 @@ Program = Callable[["Session"], None]
 
 
 class Session:
-    """What a program has made, all state that a run begins with, and the values that it gave."""
+    """A program's objects, all state that a run begins with, and the values that it gave."""
 
     def __init__(self, driver: str, device: str = "cpu") -> None:
         self.device = device

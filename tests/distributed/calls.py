@@ -1,4 +1,4 @@
-"""What processes call beside training: single collectives, captures by hand, verification."""
+"""Calls of processes beside training: single collectives, captures by hand, verification."""
 
 import contextlib
 import datetime
@@ -90,7 +90,7 @@ def one_rank_fails(world):
 
 
 def one_rank_is_late(world):
-    """What one process waits for too long raises what torch raises, and the next call finds the other one again."""
+    """A process that waits too long gets torch's own error; its next call finds the other process again."""
     group = dist.new_group()  # with a while to meet in
     for backend in {group._get_backend(device) for device in group._device_types}:
         backend._set_default_timeout(datetime.timedelta(seconds=0.5))
@@ -114,7 +114,7 @@ def one_rank_is_late(world):
 
 
 def other_shards(x):
-    """What DTensor calls on CUDA to go from one sharded dimension to another."""
+    """DTensor's call on CUDA to go from one sharded dimension to another."""
     group = dist.group.WORLD.group_name
     return torch.ops._dtensor.shard_dim_alltoall((x * 2).sin().cos().exp(), 0, 1, group).sin()
 
@@ -140,7 +140,7 @@ def one_rank_records_again(world):
 
 
 def verified(world, verifies):
-    """What communicates, and what does not: only the latter is verified."""
+    """One part communicates, one does not: only the latter is verified."""
     group = dist.group.WORLD
 
     def fn(x):

@@ -1,5 +1,6 @@
 """Runs programs in several processes of one machine."""
 
+import inspect
 import json
 import os
 import socket
@@ -10,12 +11,14 @@ import warnings
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import ProcessException
 
 import cgpass
+from cgpass import torch_private
 from tests.distributed.calls import CALLS
-from tests.distributed.programs import PROGRAMS, World
+from tests.distributed.programs import PROGRAMS, World, calls_recorded, recordings
 
 LIMIT_S = 180
 """For each program. It takes seconds, so it is stuck after this, however busy the machine is."""
@@ -88,7 +91,7 @@ def _process(rank, world_size, device_type, compiler, names, directory, port):
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if device_type == "cpu" else "nccl")
     mesh = init_device_mesh(device_type, (world_size,))
-    found = {}
+    found, left = {}, _recordings_at_shutdowns()
 
     def save():
         with open(f"{directory}/{rank}.part", "w") as file:
@@ -107,9 +110,36 @@ def _process(rank, world_size, device_type, compiler, names, directory, port):
             os._exit(1)  # the other one may wait for this one
         save()
     dist.barrier()
+    kept = _with_a_collective(World(mesh, device, {"compiler": compiler, "driver": driver}))
     dist.destroy_process_group()  # with graphs alive
-    found["destroyed"] = True
+    del kept
+    found["destroyed"] = left
     save()
+
+
+def _recordings_at_shutdowns():
+    """A list that gets how many recordings there are as each group shuts down, inside of what cgpass does before."""
+    shutdown, left = inspect.unwrap(dist.ProcessGroup.shutdown), []
+
+    def noting(group):
+        left.append(len(recordings()))
+        shutdown(group)
+
+    dist.ProcessGroup.shutdown = noting
+    torch_private.before_process_groups_end.cache_clear()  # what forked this one may have recorded
+    return left
+
+
+def _with_a_collective(world):
+    """A function whose graphs are alive, and hold a collective where they may."""
+    world.options |= {"on_skip": "silent", "min_partition_ops": 1}
+    call = world.compile(lambda x: all_reduce(x.sin(), "sum", dist.group.WORLD).cos())
+    with torch.no_grad():
+        for x in world.randn(4, count=3):
+            call(x)
+    assert recordings()
+    assert world.device.type != "cpu" or calls_recorded("all_reduce")
+    return call
 
 
 def _both_ways(program, world, driver):

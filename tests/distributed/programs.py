@@ -37,7 +37,7 @@ from cgpass.runtime import owner as owners
 WIDTH = 16
 STEPS = 10 if torch.cuda.is_available() else 6
 STEPS_UNTIL_STEADY = 24
-"""Where parameters are freed and allocated again: on CPU they never lie where they lay."""
+"""Steps with parameters that come back: on CPU they never lie where they lay."""
 collectives = torch.ops._c10d_functional
 
 
@@ -64,7 +64,7 @@ class Net(nn.Module):
 
 @dataclasses.dataclass
 class World:
-    """What a process knows of the others."""
+    """A process's view of the others."""
 
     mesh: object
     device: torch.device
@@ -195,22 +195,23 @@ class GatheredTwice(Gathered):
         return checkpoint(gather, parameter, use_reentrant=False, context_fn=gather_again)
 
 
-def gathers_recorded():
-    """All-gathers in all recordings."""
-    tapes = [
-        recording.graph._calls
-        for owner in list(owners._owners)
-        for recording in owner._recordings()
-    ]
-    return sum("all_gather_into_tensor" in str(func) for tape in tapes for func, *_ in tape)
+def recordings():
+    """All recordings of this process."""
+    return [recording for owner in list(owners._owners) for recording in owner._recordings()]
+
+
+def calls_recorded(name):
+    """Calls of an operator in all recordings; of CUDA's own they are not kept."""
+    tapes = [recording.graph._calls for recording in recordings()]
+    return sum(name in str(func) for tape in tapes for func, *_ in tape)
 
 
 def simple_fsdp_resharding(world):
-    """What the forward gathers, the backward gathers again, in its graph."""
+    """The backward gathers again what the forward did, in its graph."""
 
     def check():
-        if world.options["driver"] == "simulated":  # of CUDA's own it is not kept
-            assert gathers_recorded() > len(list(Net().parameters()))
+        if world.options["driver"] == "simulated":
+            assert calls_recorded("all_gather_into_tensor") > len(list(Net().parameters()))
 
     return simple_fsdp(world, GatheredTwice, check)
 
@@ -301,7 +302,7 @@ class Experts(nn.Module):
 
 
 def expert_parallel(world):
-    """How many tokens an expert gets is known to the host only: between graphs."""
+    """Only the host knows the number of an expert's tokens: between graphs."""
     torch.manual_seed(0)
     module = Experts().to(world.device)
     with torch._dynamo.config.patch(capture_scalar_outputs=True):

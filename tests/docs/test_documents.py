@@ -1,10 +1,12 @@
-"""What documents name exists, what they show runs, and what they quote was measured."""
+"""Names in documents exist, code in them runs, and figures in them were measured."""
 
 import doctest
 import inspect
 import json
 import re
 import runpy
+import subprocess
+import sys
 import warnings
 from operator import truediv
 from pathlib import Path
@@ -212,6 +214,27 @@ def test_explain_prints_what_its_guide_shows(tmp_path, capsys):
         return re.sub(r"function \d+|\d+(\.\d+)+(\+\w+)?", "#", text).split()
 
     assert words(capsys.readouterr().out) == words(shown[2])
+
+
+TRAIN = """
+import torch, cgpass
+
+cgpass.set_defaults(driver="simulated", compiler="eager")
+layers = torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 4)
+net = torch.compile(torch.nn.Sequential(*layers), backend=cgpass.cgpass)
+
+def train(steps):
+    for _ in range(steps):
+        net(torch.ones(2, 4)).sum().backward()
+"""
+
+
+def test_users_tests_count_by_a_fixture_as_its_guide_shows(tmp_path):
+    _, shown = code_blocks((DOCS / "explain.md").read_text())
+    (tmp_path / "test_it.py").write_text(TRAIN + shown)
+    line = [sys.executable, "-m", "pytest", "-q", "-p", "pytest_cgpass", "--rootdir", str(tmp_path)]
+    done = subprocess.run([*line, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

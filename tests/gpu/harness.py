@@ -1,4 +1,4 @@
-"""What the GPU tests share. With GPU_SUITE_DEVICE=cpu most of them run through the simulated driver."""
+"""Helpers of the GPU tests. With GPU_SUITE_DEVICE=cpu most run through the simulated driver."""
 
 import os
 

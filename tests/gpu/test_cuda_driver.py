@@ -1,4 +1,4 @@
-"""What only a real device shows of the driver: failed and foreign captures, streams, registered generators."""
+"""The driver on a real device: failed and foreign captures, streams, registered generators."""
 
 import functools
 import logging
@@ -14,7 +14,7 @@ from cgpass.runtime.driver import CUDADriver
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.wrapper import CUDAGraphWrapper
 from tests.gpu.test_failed_captures import assert_process_is_healthy
-from tests.unit.runners import partition
+from tests.unit.runtime.runners import partition
 from tests.usage.programs import in_threads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]

@@ -8,7 +8,7 @@ import torch
 
 import cgpass
 from tests.gpu import harness
-from tests.unit.test_bits import KNOWN, OTHERS
+from tests.unit.runtime.test_inputs_bits import KNOWN, OTHERS
 from tests.usage.programs import assert_replays, counted
 
 pytestmark = harness.MARKS
@@ -60,7 +60,7 @@ def passed_on(a, b):
 
 
 def results(fn, dtype, layout, calls, **options):
-    """What each call returns and leaves in its inputs, and the counters."""
+    """Results and inputs after each call, and the counters."""
     made = torch.compile(fn, backend=cgpass.cgpass, dynamic=False, options=options)
     found = []
     with counted() as counters:

@@ -1,4 +1,4 @@
-"""What `explain` measures on a GPU: times on the device inside graphs and out, and memory of pools."""
+"""`explain` on a GPU: times on the device inside graphs and out, and memory of pools."""
 
 import pytest
 import torch

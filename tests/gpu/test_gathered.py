@@ -1,4 +1,4 @@
-"""What FSDP2 gathers lies in a pool of its own, at the same places in every step."""
+"""Parameters that FSDP2 gathers lie in their own pool, at fixed places."""
 
 import random
 

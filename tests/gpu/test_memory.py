@@ -146,7 +146,7 @@ def test_memory_comes_back(end):
 
 
 def pooled_bytes():
-    """What all pools but the ordinary one have of the device."""
+    """Bytes of the device in all pools but the ordinary one."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -5,7 +5,7 @@ import torch
 
 from cgpass.runtime import fast
 from tests.gpu import harness
-from tests.unit.leaves import ALL, NUM, ONE, visits
+from tests.unit.runtime.leaves import ALL, NUM, ONE, visits
 
 pytestmark = harness.MARKS
 

@@ -36,7 +36,7 @@ def numbers(kind):
 
 
 ARGUMENTS = ("float", "float64", "float32", "float16", "int64", "int32", "bool_", "tensor")
-"""What changes without anything being recorded again."""
+"""Kinds that change without a new recording."""
 KINDS = (*ARGUMENTS, "int", "bool", "complex", "complex64")
 
 

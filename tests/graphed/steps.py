@@ -1,4 +1,4 @@
-"""What the tests of graphed callables have in common: modules, steps, comparisons."""
+"""Helpers of the tests of graphed callables: modules, steps, comparisons."""
 
 import copy
 from dataclasses import dataclass

@@ -8,7 +8,7 @@ import torch
 
 import cgpass
 from tests.graphed.steps import net, same, same_grads, twins
-from tests.unit.leaves import visits
+from tests.unit.runtime.leaves import visits
 
 
 @pytest.mark.parametrize("before", [True, False])

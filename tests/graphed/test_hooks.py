@@ -196,7 +196,7 @@ def test_a_call_that_records_again_has_its_parameters_afterwards(setting, moves,
 
 
 def test_parameters_that_hooks_put_elsewhere_after_a_reset(setting):
-    """What was recorded reads where hooks had them; the call has its own."""
+    """A recording reads where hooks had them; the call has its own."""
     module, plain = twins(setting, Sharded())
     weight = module.linear.weight
     own = weight.data

@@ -165,7 +165,7 @@ def test_a_backward_whose_parameters_moved_is_told_of_once(setting, fn, caplog):
 
 
 def test_weights_are_not_held_by_recordings(setting):
-    """What was replaced is gone with its holder."""
+    """A replaced weight is gone with its holders."""
     module, plain = twins(setting, net())
     graphed, storages = setting.graphed(module, (setting.randn(4, 8),)), []
     for _ in range(3):

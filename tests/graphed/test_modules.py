@@ -1,4 +1,4 @@
-"""What is returned for modules; freeing it and counting it; threads, streams, compiled callables."""
+"""Graphed modules: their freeing and counts; threads, streams, compiled callables."""
 
 import copy
 import functools
@@ -178,7 +178,7 @@ def test_inside_a_capture_of_the_users():
 
 
 class Doubled:
-    """What accelerate's hooks put over a module's `forward`."""
+    """A `forward` over a module's, as accelerate's hooks do."""
 
     def __init__(self, module):
         module.kept_forward = module.forward
@@ -208,7 +208,7 @@ def test_copies_keep_what_was_put_over_a_forward(setting, copied, before):
 
 
 def ours():
-    """How many objects of each of our classes there are."""
+    """Counts of the objects of each of our classes."""
     gc.collect()
     kinds = [type(each) for each in gc.get_objects()]
     return Counter(kind.__qualname__ for kind in kinds if kind.__module__.startswith("cgpass."))

@@ -1,4 +1,4 @@
-"""What is saved for a backward, and read by it, while a callable is recorded."""
+"""Values saved for a backward, and read by it, while a callable is recorded."""
 
 import functools
 

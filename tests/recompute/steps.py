@@ -1,4 +1,4 @@
-"""What the tests of checkpoints compute, and how they compare it."""
+"""Computations and comparisons of the tests of checkpoints."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""What is kept, and for how long."""
+"""Memory kept, and for how long."""
 
 import gc
 import weakref

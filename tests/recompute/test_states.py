@@ -39,7 +39,7 @@ class Device:
             state.offset += amount
 
     def replay(self):
-        """What the captured draws give now; advances every state by what it drew, as a replay does."""
+        """Give what the captured draws give now; advance every state by its draws, like a replay."""
         found = []
         for state, amount in self.drawn:
             found.append((state.seed, state.offset))
@@ -122,7 +122,7 @@ def test_replays_draw_what_eager_would(device):
 
 @pytest.mark.parametrize("named", [True, False])
 def test_a_trackers_states(device, named):
-    """Whether or not the checkpoint itself is told of the tracker in whose fork it is."""
+    """The checkpoint is in a tracker's fork, and is told of the tracker or not."""
     rng_tracker = tracker_of(FAKE, a=1, b=2)
     told = {"rng_tracker": rng_tracker} if named else {}
 

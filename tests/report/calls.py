@@ -8,7 +8,7 @@ from cgpass.errors import StagingError
 from cgpass.options import Options
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
-from tests.unit.runners import COPIED, POOLED, STATIC, SYMINT, call, runner
+from tests.unit.runtime.runners import COPIED, POOLED, STATIC, SYMINT, call, runner
 
 X = torch.ones(2)
 LINE = "model.py:1 in forward: code"

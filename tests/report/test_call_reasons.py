@@ -1,4 +1,4 @@
-"""Why calls of what was captured ran without a graph: every such code is provoked, and says what to do."""
+"""Reasons of plain calls: every code of a captured partition is provoked, and says what to do."""
 
 import dataclasses
 

@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -251,21 +250,6 @@ def test_the_doctor_tells_of_a_misspelt_variable_once(monkeypatch, capsys):
     monkeypatch.setenv("CGPASS_DRIVR", "none")
     assert command.main(["doctor"]) == 1
     assert capsys.readouterr().out.count("CGPASS_DRIVR") == 1
-
-
-TEST = """
-import cgpass
-
-def test_it(cgpass_expect):
-    assert cgpass_expect is cgpass.expect
-"""
-
-
-def test_users_tests_count_by_a_fixture(tmp_path):
-    (tmp_path / "test_it.py").write_text(TEST)
-    line = [sys.executable, "-m", "pytest", "-q", "-p", "pytest_cgpass", "--rootdir", str(tmp_path)]
-    done = subprocess.run([*line, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.usefixtures("simulated")

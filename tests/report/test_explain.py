@@ -1,4 +1,4 @@
-"""What `cgpass.explain` watches, and what it puts back."""
+"""`cgpass.explain`: its facts, and what it restores."""
 
 import collections
 import dataclasses
@@ -179,7 +179,7 @@ def test_training_steps_and_callables_graphed_by_hand_are_told_of():
 
 
 def test_watching_adds_nothing_to_a_step():
-    """Where no device has a clock: what runs steps inside a block is what runs them outside."""
+    """No device has a clock here: steps inside a block run by the same code as outside."""
     call = torch.compile(Model(), backend="cgpass")
     call(X).sum().backward()
     executors = [each for _, runs in telemetry.graph_runs().values() for each in watch.live(runs)]

@@ -1,6 +1,7 @@
 """Import directions, and that importing cgpass is light."""
 
 import ast
+import graphlib
 from pathlib import Path
 
 import pytest
@@ -53,11 +54,13 @@ def imports(node, inside_functions=False, inside=False):
 
 
 def forbidden(module, imported):
-    """Why a module may not import what it imports, `None` if it may."""
+    """The reason against an import of a module, None if it may."""
     if imported.startswith("."):
         return "relative import"
     if is_private(imported) and part_of(module) != "torch_private":
         return "private torch"
+    if imported == "cgpass":
+        return "the whole package: its modules are imported by name"
     if not imported.startswith("cgpass."):
         return None
     own, other = part_of(module), part_of(imported)
@@ -92,11 +95,39 @@ def test_imports_point_down_and_are_outside_of_functions(path):
         assert inside == []
 
 
+def imported_at_run_time(source, modules):
+    """Those of some modules that code imports, also in functions, but not for types alone."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    names = {*imports(tree), *imports(tree, inside_functions=True)}
+    return {name if name in modules else name.rpartition(".")[0] for name in names} & {*modules}
+
+
+def check_for_circles(sources):
+    graph = {name: imported_at_run_time(text, sources) for name, text in sources.items()}
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_no_imports_go_in_a_circle():
+    check_for_circles({name_of(p).removesuffix(".__init__"): p.read_text() for p in MODULES})
+
+
+def test_circles_are_found():
+    sources = {"a.b": "import c", "c": "from d import x", "d": "if TYPE_CHECKING:\n    import a.b"}
+    check_for_circles(sources)
+    for back in ("from a.b import x", "from a import b", "def f():\n    import a.b"):
+        with pytest.raises(graphlib.CycleError):
+            check_for_circles({**sources, "d": back})
+
+
 def test_the_rules_catch_what_they_should():
     assert forbidden("cgpass.runtime.wrapper", "cgpass.compile.passes.base.Pass")
     assert forbidden("cgpass.compile.facts.values", "cgpass.compile.passes.base")
     assert forbidden("cgpass.options", "cgpass.backend")
     assert forbidden("cgpass.compile.facts.values", "..errors")
+    assert forbidden("cgpass.compile.facts.values", "cgpass")
     assert forbidden("cgpass.compile.facts.values", "cgpass.surprise")
     assert forbidden("cgpass.compile.facts.values", "torch._inductor.config")
     assert forbidden("cgpass.torch_private.compiling", "torch._inductor.config") is None

@@ -1,4 +1,4 @@
-"""What `import cgpass` gives, what it costs, and that the packaging says the same."""
+"""Names and cost of `import cgpass`, and that the packaging says the same."""
 
 import importlib
 import importlib.metadata

@@ -27,7 +27,7 @@ SEED = 7
 
 @dataclass
 class Session:
-    """What a program runs with: the device, the options, and inputs that are the same in every run."""
+    """Surroundings of a program: device, options, and inputs that are the same in every run."""
 
     device: torch.device
     options: dict
@@ -83,7 +83,7 @@ class Setting:
     driver: str
     compiler: str = "eager"
     warn_only: bool = False
-    """Whether an operator that has no deterministic algorithm is only warned of."""
+    """True if operators without a deterministic algorithm only warn."""
 
     def session(self, **options):
         return Session(self.device, {"driver": self.driver, "compiler": self.compiler, **options})
@@ -134,7 +134,7 @@ class Setting:
 
 
 def differences(ours, plain):
-    """What differs between two lists of values, bit for bit."""
+    """Differences of two lists of values, bit for bit."""
     if len(ours) != len(plain):
         return [f"{len(ours)} values against {len(plain)}"]
     return [

@@ -39,7 +39,7 @@ class Graph:
     lines: tuple[str, ...]
     outputs: tuple[str, ...]
     changes: str = ""
-    """Which of `x` and `y` the statements may change in place."""
+    """Those of `x` and `y` that statements may change."""
 
     def __repr__(self):
         changes = f", changes={self.changes!r}" if self.changes else ""
@@ -87,12 +87,12 @@ def compile_graph(graph, device, options):
 
 @dataclass
 class Held:
-    """What the user still has of one call."""
+    """Values of a call that a user holds."""
 
     tensors: list
     inputs: list = field(default_factory=list)
     spent: bool = False
-    """Whether a backward went through it and freed what it needs."""
+    """True if a backward ran and freed what it needs."""
 
 
 class World:

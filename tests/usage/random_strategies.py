@@ -1,4 +1,4 @@
-"""What hypothesis draws: graphs, options and programs of `random_programs`."""
+"""Draws of hypothesis: graphs, options and programs of `random_programs`."""
 
 import functools
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ _LINES = (
 
 
 def _more(draw, typical):
-    """Whether to go on; a list drawn so has `typical` parts, and each can be left out when shrinking."""
+    """Tell if a list goes on; so it has `typical` parts, and each can be left out when shrinking."""
     return draw(st.integers(0, typical)) > 0
 
 
@@ -94,7 +94,7 @@ def graphs(draw, longest=10):
 
 @dataclass(frozen=True)
 class Style:
-    """Which ways of calling a program uses; each is a compilation of its own."""
+    """Ways of calling in a program; each is a compilation of its own."""
 
     modes: tuple[str, ...] = ("grad",) * 8 + ("no_grad", "no_grad", "inference")
     rows: tuple[int, ...] = (3,) * 6 + (2,)

@@ -94,7 +94,7 @@ ways = Ways()
 
 
 def poison(tensor):
-    """What is in memory that was freed: a read there gives wrong numbers."""
+    """Fill memory that is freed: whoever reads it there gives wrong numbers."""
     with torch.no_grad():
         tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
 

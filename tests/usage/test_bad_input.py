@@ -1,4 +1,4 @@
-"""What cgpass refuses with a clear error, and what it runs without a graph, with its reason."""
+"""Input that cgpass refuses with a clear error, or runs without a graph with a reason."""
 
 import logging
 

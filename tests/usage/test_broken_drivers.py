@@ -32,7 +32,7 @@ def no_input_copy(patch):
 
 
 def no_rescue(patch):
-    """What a replay overwrites is said to be out of its way, and is not."""
+    """Outputs in a replay's way are said to be moved, and are not."""
     patch.setattr(Owner, "rescue", lambda self, recording: True)
 
 
@@ -95,7 +95,7 @@ def frozen_rng(patch):
 
 
 def no_write_back(patch):
-    """What a graph writes into a placeholder stays there."""
+    """Writes into a placeholder stay there."""
     run = Recording.run
 
     def run_without_write_back(self, args):

@@ -17,9 +17,9 @@ from tests.usage.test_failures import warned
 COMPILERS = ["eager", "inductor"]
 
 DUE = []
-"""What `raises` raises, as long as it is here."""
+"""Errors that `raises` raises while here."""
 ONCE = []
-"""What `raises` raises once, while it is captured."""
+"""Errors that `raises` raises once, if captured."""
 
 
 class UsersError(Exception):

@@ -1,4 +1,4 @@
-"""What can't be captured, and errors: the guilty operator runs eagerly, the rest is captured, errors come through."""
+"""Failed captures and errors: the guilty operator runs eagerly, the rest is captured, errors come through."""
 
 import gc
 import logging
@@ -317,7 +317,7 @@ def of_sizes(*sizes):
 
 
 def test_sizes_that_kernels_were_not_compiled_for(setting, monkeypatch):
-    """What kernels assume of sizes is guarded, whenever they are compiled."""
+    """Assumptions of kernels on sizes are guarded, early or late."""
     assumed = []
 
     def choosy(gm, example_inputs, inner=torch_private.inductor_inner, **settings):

@@ -23,7 +23,7 @@ OPTIONS = {"driver": "simulated", "compiler": "eager"}
 
 
 def status_of_a_fork(check):
-    """What a forked process exits with that makes a check: 0 if it holds."""
+    """Exit status of a fork that makes a check: 0 if it holds."""
     pid = os.fork()
     if not pid:
         status = 1

@@ -1,4 +1,4 @@
-"""What a user holds keeps its value, and forwards and backwards come in any order."""
+"""Held results keep their values, and forwards and backwards come in any order."""
 
 import pytest
 import torch
@@ -373,7 +373,7 @@ def test_owned_outputs_never_lie_in_the_pool(setting, fn):
 
 @pytest.mark.parametrize("of_what_came_in", [False, True])
 def test_gradients_that_are_views_of_each_other_lie_apart(way, of_what_came_in):
-    """What is added to one in place is added to no other."""
+    """An addition to one in place changes no other."""
     session = way.session()
     a, b, c = (
         nn.Parameter(torch.zeros(*size, device=session.device)) for size in ((2, 4), (2, 4), (4, 2))

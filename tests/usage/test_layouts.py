@@ -1,4 +1,4 @@
-"""What graphs hand on and hand out lies as others expect, also where they are split after they were compiled."""
+"""Values between and out of graphs lie as others expect, also if a compiled graph is split."""
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ UNSAFE = {"unsafe_ops": ("tests::wait",)}
 
 @pytest.mark.parametrize("driver", ["none", None])
 def test_a_backward_in_parts_of_a_forward_that_is_one_graph(setting, driver):
-    """What it saves is laid out as Inductor chose, and the parts were traced with something else."""
+    """Saved values have Inductor's layouts, and the parts were traced with others."""
     options = {} if driver is None else {"driver": driver}
     check(setting, Kept, [(2, 4, 6, 8)] * 12, **UNSAFE, **options)
 

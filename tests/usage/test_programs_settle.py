@@ -39,7 +39,7 @@ from tests.usage.programs import (
 
 STEPS, SETTLED = 120, 60
 NEVER = ("warmups", "plain_calls", "recordings")
-"""What a program that settled does no more."""
+"""Counters that no longer grow then."""
 
 settles = Ways()
 

@@ -117,6 +117,6 @@ FOUND = {
 
 @pytest.mark.parametrize("name", FOUND)
 def test_what_random_programs_found(setting, name):
-    """Where autograd refuses a backward without graphs it does so with graphs, too."""
+    """Autograd refuses the same backwards with graphs as without."""
     graph, steps = FOUND[name]
     check(setting, graph, [Program(steps=steps)], refused_too=True)

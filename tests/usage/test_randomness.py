@@ -303,7 +303,7 @@ reads.register_autograd(lambda ctx, grad: reads(grad))
 
 
 class Fails(Masks):
-    """What fails to be captured stands between two pairs of one partition, recomputed with them."""
+    """A failing operator stands between two pairs of one partition, recomputed with them."""
 
     def part(self, x):
         x = reads(F.dropout(self.first(x), 0.5))
@@ -408,7 +408,7 @@ def test_a_gradient_is_there_exactly_where_the_output_is(way, rng):
 
 
 def test_threads_at_the_same_time(way):
-    """Where generators count draws, threads that draw from one at once need numbers of their own: "paired"."""
+    """Threads that draw at once from one generator that counts draws need their own numbers: "paired"."""
     for mode in RNG if way.device.type == "cpu" else ("paired",):
         _, call = way.session(rng=mode, min_partition_ops=1).compiled(DroppedRows)
         call(torch.ones(64, 64, device=way.device, requires_grad=True)).sum().backward()

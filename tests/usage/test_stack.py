@@ -126,7 +126,7 @@ def test_from_the_second_thread_on_gradients_are_copies(way):
 
 
 def test_a_second_thread_comes_while_a_backward_is_pending(way):
-    """What the first one holds keeps its values, and no replay moves it, though saved tensors could not be moved."""
+    """Results of the first one keep their values, and no replay moves them, though saved tensors can't move."""
     session = way.session()
     w = session.randn(64).requires_grad_()
     call = session.compile(lambda x: ((x * w).sin(), (x + w) * 1.0))

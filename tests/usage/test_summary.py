@@ -1,4 +1,4 @@
-"""What `cgpass.summary()` and the counters say of functions that were compiled."""
+"""`cgpass.summary()` and the counters, of functions that were compiled."""
 
 import logging
 

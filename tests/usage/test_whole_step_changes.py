@@ -118,7 +118,7 @@ def rate(training):
 
 
 def rate_of_another_type(training):
-    """Where the one before lies. CUDA's fused kernels take no double."""
+    """Keep the last address. CUDA's fused kernels take no double."""
     rates = training.rates
     other = rates if rates.is_cuda else rates.view(torch.float64)
     number("lr", other[0].fill_(0.05))(training)
@@ -196,7 +196,7 @@ def swapped_states(training):
 
 
 def states_in_another_order(training):
-    """Which has those of two parameters change places."""
+    """Exchange the places of two parameters' states."""
     state = training.optimizer.state
     first, second = [p for p in state if p.dim() == 2]
     keys, values = [{first: second, second: first}.get(p, p) for p in state], [*state.values()]
@@ -205,7 +205,7 @@ def states_in_another_order(training):
 
 
 def names_of_each_other(state):
-    """Which lie where they lay, in the same order."""
+    """Rename states that stay where they lay."""
     values = [tensor.abs_() for tensor in state.values()]
     state.clear()
     state.update(zip(("step", "exp_avg_sq", "exp_avg"), values, strict=True))

@@ -713,7 +713,7 @@ WRITES = {
     "a learning rate's tensor": (lambda o, group, x: group["lr"].mul_(0.9), TENSORS),
     "state": (lambda o, group, x: group["kept"][0].mul_(0.5), TENSORS),
 }
-"""What a loss may write of an optimizer, and what says that."""
+"""Writes of a loss to an optimizer, and who tells."""
 
 
 @pytest.mark.parametrize("name", WRITES)
@@ -870,7 +870,7 @@ def adversaries(session):
 
 
 def fed_back(session):
-    """What a step returned is an input of the next."""
+    """Feed a step's result to the next one."""
     training = Training(
         session, loss_fn=lambda m: lambda x, h: (m(x + h).square().mean(), m(x + h))
     )

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from cgpass.errors import OutputError
-from tests.unit.runners import counts
+from tests.unit.runtime.runners import counts
 from tests.usage.programs import ATEN, Ways
 
 
@@ -225,7 +225,7 @@ def test_a_tensor_of_the_closure_that_is_returned_outlives_its_replacement(setti
 @pytest.mark.parametrize("inside", ["nothing", "decorated", "made before", "with its cache"])
 @pytest.mark.parametrize("static", [False, True])
 def test_weights_that_autocast_has_cast_before_are_cast_in_the_graph(setting, static, inside):
-    """What it keeps of one block would be read in every replay, whatever the weight is by then."""
+    """A weight that its cache keeps would be read in every replay, however old it is."""
     session = setting.session()
     linear = session.module(lambda: torch.nn.Linear(4, 4))
 
