@@ -75,6 +75,8 @@ class GraphedFunction:
         """Recordings that it may still make."""
         self._refused: dict[Key, str] = {}
         """Keys for which nothing is recorded, and the cause."""
+        self._failed: dict[Key, str] = {}
+        """Failures that may have been chance: the same once more is a refusal."""
         self._in_hook = False
         self._settings = self._settings_now()
         self.find_statics()
@@ -199,13 +201,14 @@ class GraphedFunction:
         for pair in pairs:
             if pair.is_free():
                 return pair, pair.take(now)
-        why = self._refused.get(key) or self._why_never(now)
+        why = self._refused.get(key)
+        if why is None and (why := self._why_never(now)) is not None:
+            why = self._failed.get(key, why)
         if why is None and may_record:
-            why = self._record_again(owner, flags, held=bool(pairs))
+            why = self._record_again(owner, key, held=bool(pairs))
             if why is None:
                 # a first run may make some, and where hooks had them, this call's own may never be
                 return self._pair(owner, flags, may_record=False)
-            self._refused[key] = why
         return why or "hooks have parameters elsewhere than its calls", []
 
     def _why_never(self, now: list[torch.Tensor]) -> str | None:
@@ -227,7 +230,7 @@ class GraphedFunction:
 
     # ---- recording again
 
-    def _record_again(self, owner: Owner, flags: tuple[bool, ...], *, held: bool) -> str | None:
+    def _record_again(self, owner: Owner, key: Key, *, held: bool) -> str | None:
         """Record for parameters elsewhere, other flags, or beside what a pending call needs; returns why that can't be."""
         self._num_left -= 1
         if self._pairs:
@@ -235,7 +238,7 @@ class GraphedFunction:
             why = "tensors kept beside autograd wait for their backward"
             why = why if held else "parameters or buffers moved, or flags changed"
             log.info("%s records again (%d): %s", self.name, self.stats.rerecordings, why)
-        pair = Pair(self, owner, flags)
+        pair = Pair(self, owner, key[-1])
         owner.driver.prepare_thread()
         hooked = self.statics.left_in_place() if self.hooks else contextlib.nullcontext()
         try:
@@ -250,8 +253,12 @@ class GraphedFunction:
                 raise
             # whatever it is, the call itself may run, or raise it
             mend(open_modes)
-            kind = "" if isinstance(error, CGPassError) else f"{type(error).__name__}: "
-            return kind + (str(error).strip().splitlines() or [""])[0].rstrip(".")
+            why = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+            why = why if isinstance(error, CGPassError) else f"{type(error).__name__}: {why}"
+            if self._failed.get(key) == why:
+                self._refused[key] = why
+            self._failed[key] = why  # once may be chance
+            return why
         self.add(pair)
         return None
 
@@ -266,6 +273,7 @@ class GraphedFunction:
         self._close_pairs()
         self._num_left = self.options.max_rerecords + 1
         self._refused.clear()
+        self._failed.clear()
         self._told.clear()
 
     def reset(self) -> None:
