@@ -1,5 +1,6 @@
 """`python -m cgpass check`: runs a script, and says whether enough of its work was captured."""
 
+import concurrent.futures.thread
 import os
 import runpy
 import sys
@@ -96,7 +97,8 @@ def run_script(script: str, args: Sequence[str], *, module: bool = False) -> int
         sys.stderr.write(f"{exit_.code}\n")
         return 1
     finally:
-        # Python waits for them, too, and for those that they start
+        # Python waits for them, too, and for those that they start; pools' workers wait for Python
+        threads |= {*concurrent.futures.thread._threads_queues}
         while left := [t for t in threading.enumerate() if t not in threads and not t.daemon]:
             left[0].join()
         sys.argv, sys.path = argv, path

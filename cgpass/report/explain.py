@@ -22,6 +22,7 @@ from cgpass.report import watch
 from cgpass.report.report import Report
 from cgpass.runtime import native
 from cgpass.runtime.inputs import overlaps_itself
+from cgpass.runtime.writes import bits
 from cgpass.whole_step import TrainStep
 
 Fn = Callable[..., Any] | torch.nn.Module
@@ -127,7 +128,6 @@ def explain(
             run = torch.compile(fn, backend=cgpass, options=dict(options or {}))
             torch_private.note_graph_breaks()  # Dynamo is loaded by now
             stack.callback(lambda: [owner.release() for owner in watch.owners(before)])
-        args, kwargs = pytree.tree_map_only(torch.Tensor, _detached, (args, kwargs))
         call = functools.partial(_call, functools.partial(run, *args, **kwargs), training, tensors)
         with watch.watched() as report:
             for _ in range(_CALLS):
@@ -143,31 +143,46 @@ def explain(
 def _check(fn: Any, optimizer: Any) -> None:
     if not callable(fn):
         raise InputError(f"cgpass.explain takes a module or function, got a {type(fn).__name__}")
-    if not all(each is None or hasattr(each, "step") for each in pytree.tree_leaves(optimizer)):
+    found = [each for each in pytree.tree_leaves(optimizer) if each is not None]
+    if not all(hasattr(each, "step") and not isinstance(each, type) for each in found):
         raise InputError(f"cgpass.explain: optimizer= takes an optimizer, got {optimizer!r}")
 
 
 def _call(run: Callable[[], Any], training: bool, tensors: Sequence[torch.Tensor]) -> None:
     """Make one call with its backward, unless it ran that itself, and drop gradients."""
     with torch.set_grad_enabled(training):
-        before = _gradients(tensors)
+        leaves = [each for each in tensors if each.is_leaf]
+        before = [each.grad for each in leaves]
         result = run()
         outputs = _differentiated(result) if training else []
-        if not outputs or _gradients(tensors) != before:
+        ran = (a.grad is not None and a.grad is not b for a, b in zip(leaves, before, strict=True))
+        if not outputs or any(ran):
             return
+        ones = [torch.ones_like(output) for output in outputs]
+        made = [each for each in tensors if not each.is_leaf and each.requires_grad]
         try:
-            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+            if made:  # nothing goes on in what made them
+                inputs = made + _leaves_before(outputs, {each.grad_fn for each in made})
+                torch.autograd.grad(outputs, inputs, ones, allow_unused=True)
+            else:
+                torch.autograd.backward(outputs, ones)
         except RuntimeError as error:
             if _GRAPH_IS_GONE not in str(error):
                 raise
-        for each in tensors:
+        for each in leaves:
             each.grad = None
 
 
-def _gradients(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Tell gradients apart, and what was added to them."""
-    grads = [each.grad for each in tensors if each.is_leaf]
-    return [(id(grad), grad._version) for grad in grads if grad is not None]
+def _leaves_before(outputs: Sequence[torch.Tensor], ends: set[Any]) -> list[torch.Tensor]:
+    """List the leaves of a graph that are reached without passing some nodes."""
+    found, seen = list[torch.Tensor](), {None, *ends}
+    nodes: list[Any] = [each.grad_fn for each in outputs]
+    for node in nodes:
+        if node not in seen:
+            seen.add(node)
+            found += [node.variable] if hasattr(node, "variable") else []
+            nodes += [following for following, _ in node.next_functions]
+    return found
 
 
 def _differentiated(result: Any) -> list[torch.Tensor]:
@@ -191,8 +206,9 @@ def _reached(value: Any, depth: int = 2) -> Iterator[Any]:
         yield from _reached(value.__self__, 0)
     if not depth or isinstance(value, torch.nn.Module | torch.Tensor | types.ModuleType):
         return
-    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
-    found = [*getattr(value, "__dict__", {}).values(), *(getattr(value, n, None) for n in slots)]
+    found = [*getattr(value, "__dict__", {}).values()]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        found += [getattr(value, each.name, None) for each in dataclasses.fields(value)]
     if isinstance(value, types.FunctionType):
         cells = [cell for cell in value.__closure__ or () if cell != types.CellType()]
         found += value.__defaults__, value.__kwdefaults__, *(c.cell_contents for c in cells)
@@ -215,6 +231,7 @@ def _put_back(stack: contextlib.ExitStack, tensors: Sequence[Any], values: Seque
     Values return to the very tensors that had them: guards and recordings of a compiled optimizer know these.
     """
     todo, seen, there = list[Any](), set[int](), [*tensors]
+    last = stack.enter_context(contextlib.ExitStack())  # a gradient fits a restored parameter
     for each in values:
         if isinstance(each, torch.nn.Module):
             todo += each._parameters, each._buffers
@@ -233,10 +250,13 @@ def _put_back(stack: contextlib.ExitStack, tensors: Sequence[Any], values: Seque
             seen.add(id(each))
             todo += _kept(stack, each)
             there += [each] * isinstance(each, torch.Tensor)
-    for each in (each for each in dict.fromkeys(there) if each.is_leaf):
+    steps = any(
+        isinstance(v, types.MethodType) and hasattr(v.__self__, "param_groups") for v in values
+    )
+    for each in (each for each in dict.fromkeys(there) if each.is_leaf or each.retains_grad):
         grad = each.grad
-        stack.callback(setattr, each, "grad", grad)
-        each.grad = grad if grad is None else grad.detach().clone()  # calls may add to it
+        last.callback(setattr, each, "grad", grad)
+        each.grad = grad.clone() if steps and grad is not None else None
 
 
 def _kept(stack: contextlib.ExitStack, value: Any) -> Iterable[Any]:
@@ -269,12 +289,13 @@ def _copy(value: torch.Tensor) -> torch.Tensor | None:
 
 def _write(value: torch.Tensor, before: torch.Tensor) -> None:
     """Restore a value; not where it is the same, for a backward that waits may have saved it."""
+    if (value.shape, value.dtype) != (before.shape, before.dtype):
+        value.data = before.to(value.device)
+    is_plain = before.layout is torch.strided and type(before) is torch.Tensor
+    if is_plain and torch.equal(bits(value.detach().to(before.device)), bits(before)):
+        return
     with torch.inference_mode(value.is_inference()), torch.no_grad():
-        if value.shape != before.shape:
-            value.resize_(before.shape)
-        same = before.layout is torch.strided and not before.is_quantized
-        if not (same and torch.equal(value.detach().to(before.device), before)):
-            value.copy_(before)
+        value.copy_(before)
 
 
 def _spread(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -283,11 +304,6 @@ def _spread(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[st
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch) if isinstance(batch, tuple | list) else args), kwargs
-
-
-def _detached(value: torch.Tensor) -> torch.Tensor:
-    """Return an argument without a history: backwards would go on in what made it."""
-    return value if value.is_leaf else value.detach().requires_grad_(value.requires_grad)
 
 
 def _name_of(fn: Fn) -> str:

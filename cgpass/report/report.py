@@ -192,4 +192,6 @@ def _told(report: Report) -> dict[tuple[str | None, ...], str]:
     for graph, part in ((g, part) for g in report.graphs for part in g.partitions):
         for _, each in text.events(f"{graph.name}, {part.name}", part):
             told[each.code, each.op, _NUMBER.sub("", str(each.line))] = str(each)
+    for name, *lines in (other.splitlines() for other in report.others):
+        told |= {(name, _NUMBER.sub("", each)): f"{name}: {each.strip()}" for each in lines}
     return told

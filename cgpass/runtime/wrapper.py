@@ -106,6 +106,8 @@ class CUDAGraphWrapper:
             CaptureError: The function can't be captured and `on_skip` is "raise".
             StaticInputMovedError: A static input moved and `static_input_check` is "error".
         """
+        if torch.compiler.is_compiling():
+            return _outside_dynamo(self, args)
         if torch.is_grad_enabled():
             self._refuse_gradients(args)
         device = _device_of(args) or _device_of(pytree.tree_leaves(args))
@@ -246,3 +248,8 @@ def _kind(name: str, value: Any, device: torch.device, *, is_static: bool) -> In
             "pass tensors (a changing number as a 0-dim tensor on the device), integers or generators"
         )
     return InputKind.OPAQUE
+
+
+@torch_private.outside_dynamo
+def _outside_dynamo(fn: CUDAGraphWrapper, args: tuple[Any, ...]) -> Any:
+    return fn(*args)

@@ -131,6 +131,8 @@ class _Registry:
     since: Moment = field(default_factory=Moment)
     """The counts when the summary began."""
     listeners: list[Callable[[int, GraphRun], None]] = field(default_factory=list)
+    watched: list[Any] = field(default_factory=list)
+    """Training steps that were made while somebody listens, who tells of them when it ends."""
 
 
 _registry = _Registry()
@@ -150,6 +152,7 @@ def add_step(step: Any) -> None:
     """Have summaries list a training step as long as it lives."""
     with _registry.lock:
         _registry.others.add(step)
+        _registry.watched += [step] * bool(_registry.listeners)
 
 
 new_function: Final = itertools.count().__next__
@@ -179,6 +182,7 @@ def add_run(graph: int, run: GraphRun) -> None:
 def listen(listener: Callable[[int, GraphRun], None], until: ExitStack) -> None:
     """Have `listener` told of what runs each graph, now and later, until a stack is closed; it is where this raises."""
     known = _registry.listeners
+    until.callback(lambda: known or _registry.watched.clear())
     for _ in range(2):  # a signal may come inside
         until.callback(lambda: listener in known and known.remove(listener))
     try:

@@ -53,6 +53,9 @@ def test_threads_of_a_script_are_waited_for_and_stdout_has_few_letters(
     script = tmp_path / "script.py"
     script.write_text(
         "import threading, time\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "pool = ThreadPoolExecutor()\n"
+        "pool.submit(print).result()\n"
         "later = threading.Thread(target=lambda: (time.sleep(0.2), print('ended')))\n"
         "threading.Thread(target=lambda: (time.sleep(0.1), later.start())).start()\n"
     )
@@ -60,7 +63,7 @@ def test_threads_of_a_script_are_waited_for_and_stdout_has_few_letters(
     monkeypatch.setattr(check, "costs", lambda _: ["größer"])
     monkeypatch.setattr(sys, "stdout", said)
     assert command.main(["check", str(script)]) == 1
-    assert said.buffer.getvalue().startswith(b"ended\n")
+    assert said.buffer.getvalue().startswith(b"\nended\n")
     assert said.buffer.getvalue().endswith(b"gr\\xf6\\xdfer\n")
 
 

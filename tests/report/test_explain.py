@@ -600,6 +600,67 @@ def test_what_made_an_argument_keeps_its_graph_and_gradients():
     assert made_by.weight.grad is not None
 
 
+def test_an_argument_with_a_history_is_passed_as_it_is():
+    made_by = nn.Linear(8, 8)
+    head = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 1))
+    assert len(cgpass.explain(head, made_by(X)).graphs) == 2
+    x = made_by(X)
+    x.retain_grad()
+    x.sum().backward(retain_graph=True)
+    grad = x.grad.clone()
+    same = torch.compile(lambda a, b: a.sin().cos() * (2 if a is b else 3), backend="cgpass")
+    assert cgpass.explain(same, x, x).recompilations == ()
+    assert torch.equal(x.grad, grad)
+
+
+def test_gradients_that_are_there_are_no_backward():
+    model = nn.Linear(8, 1)
+    model(X).sum().backward()
+
+    def zeroes(x):
+        model.zero_grad()
+        return model(x).sum()
+
+    report = cgpass.explain(zeroes, X)
+    assert [(graph.direction, graph.calls) for graph in report.graphs][-1] == ("backward", 9)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_odd_types_of_values_are_restored():
+    model = nn.Linear(8, 8)
+    model.register_buffer("seen", torch.zeros(4, dtype=torch.complex32))
+    model(torch.ones(2, 8)).sum().backward()
+
+    @torch.compiler.disable
+    def doubles(x):
+        model.double()
+        return model(x.double())
+
+    before = model.weight.detach().clone()
+    cgpass.explain(doubles, torch.ones(2, 8))
+    assert torch.equal(model.weight, before)
+    assert model.weight.grad is not None
+
+
+def test_a_training_step_that_ends_in_a_block_is_told_of():
+    def main():
+        model = nn.Linear(8, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        step = cgpass.train_step(lambda x: model(x).square().mean(), optimizer)
+        for _ in range(6):
+            step(X)
+
+    with cgpass.explain() as report:
+        main()
+    assert (report.whole_steps, report.steps) == (5, 5)
+
+
+def test_a_wrapper_is_not_traced():
+    report = cgpass.explain(cgpass.CUDAGraphWrapper(lambda x: x.sin() * 2), X, training=False)
+    assert any("graphed by hand" in each for each in report.others)
+    assert all("wrapper.py" not in str(each) for each in report.reasons)
+
+
 def test_a_backward_that_waits_finds_parameters_as_they_were():
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)), torch.ones(2, 8)
     loss = model(x.requires_grad_()).sum()
