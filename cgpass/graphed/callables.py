@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +23,10 @@ from cgpass.runtime.owner import Owner
 from cgpass.telemetry import ByHand, add_stats
 
 log = logging.getLogger(__name__)
+
+
+_splitting: weakref.WeakSet["GraphedFunction"] = weakref.WeakSet()
+"""Those whose backwards leave gradients of weights for later."""
 
 
 @contextlib.contextmanager
@@ -80,6 +85,8 @@ class GraphedFunction:
         self._in_hook = False
         self._settings = self._settings_now()
         self.find_statics()
+        if self.makes_weight_grads is not None:
+            _splitting.add(self)
         if owner is not None:
             owner.add(self._free, self._free)
 
@@ -154,15 +161,22 @@ class GraphedFunction:
         self.note_plain(why)
         result = self.ungraphed(*args, **kwargs)
         if self.makes_weight_grads is not None:
-            self._note_due(result)
+            self._note_due(result, (args, kwargs))
         return result
 
-    def _note_due(self, result: Any) -> None:
-        """Have the backward of a call without a graph take its turn among those that `backward_dw` completes."""
+    def _note_due(self, result: Any, given: Any) -> None:
+        """Have each backward of a call without a graph take its turn among those that `backward_dw` completes."""
+        due, tasks = self.due, {-1}  # a result that the module keeps would keep all of this
+
+        def begins(_: Any) -> None:
+            if (task := torch_private.graph_task()) not in tasks:
+                tasks.add(task)
+                due.append(None)
+
+        known = {id(each) for each in pytree.tree_leaves(given)}
         for each in pytree.tree_leaves(result):
-            if isinstance(each, torch.Tensor) and each.requires_grad:
-                each.register_hook(lambda _: self.due.append(None))
-                return
+            if isinstance(each, torch.Tensor) and id(each) not in known and each.grad_fn:
+                each.grad_fn.register_prehook(begins)
 
     def _settings_now(self) -> tuple[Any, ...]:
         """Return the settings around a call that a graph would freeze."""
@@ -218,7 +232,8 @@ class GraphedFunction:
         if any(tensor.grad_fn is not None for tensor in now):
             # They lie elsewhere each time.
             return "parameters are computed in each call (functional_call)"
-        if None in self.due:
+        if any(call is None or call.is_plain for each in _splitting for call in each.due):
+            # warm-ups would complete that one: modules keep what is due themselves, some for several layers
             return "a backward without a graph still lacks its backward_dw()"
         return None
 

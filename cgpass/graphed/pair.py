@@ -53,7 +53,7 @@ class Call:
     of it for ever, since Python's garbage collector does not see into the node.
     """
 
-    __slots__ = ("__weakref__", "ended", "held", "members", "name", "pair", "position")
+    __slots__ = ("__weakref__", "ended", "held", "is_plain", "members", "name", "pair", "position")
 
     def __init__(self, pair: "Pair", members: list[torch.Tensor], position: Any) -> None:
         self.pair: Pair | None = pair
@@ -64,6 +64,8 @@ class Call:
         """Storages of saved tensors."""
         self.ended = False
         """True once no further backward may come."""
+        self.is_plain = False
+        """True if its backward ran without a graph."""
 
     def settle(self) -> None:
         """Nothing more is to come."""
@@ -176,6 +178,8 @@ class Pair:
         self._written = [i for i in sorted(forward.written) if i < end]
         shown = {n: alias for n, alias in forward.views.items() if n < first}
         self._given = [n for n in shown if n in graph.with_grad]
+        self._cut_off = [n for n in shown if n not in graph.with_grad]
+        """Results that may be an argument or a member, but without its history."""
         viewed = {a.index for a in shown.values() if not a.identity and a.index < end}
         self._strides = [(i, inputs[i].stride()) for i in viewed]
         """Of arguments that results are views of; these are laid out as if the arguments were as they were."""
@@ -316,6 +320,9 @@ class Pair:
         position = None if states.recorded is None else states.position()
         results = self._replay(self.forward, args)
         torch_private.set_grad_enabled(with_grad)
+        for n in self._cut_off:
+            if results[n].requires_grad:
+                results[n] = results[n].detach()
         wanted = self._take_wanted(args)
         if not with_grad or not graph.with_grad or not any(t.requires_grad for t in wanted):
             return results
@@ -365,14 +372,17 @@ class Pair:
                     d.due.append(call)
                     return found
             else:
-                if backward is not None:
-                    d.tell("runs a backward without a graph: its parameters moved.")
+                why = "its graphs were freed" if backward is None else "its parameters moved"
+                d.tell(f"runs a backward without a graph: {why}.")
+                d.stats.why[f"a backward, since {why}"] += 1
                 d.stats.plain_calls += 1
                 args = [*self._saved_of(call), *call.members, *grads]
                 grads.clear()
                 found = self._run_graph(args)
+                call.is_plain = True
                 if d.makes_weight_grads is not None:
-                    d.due.append(None)
+                    d.due.append(call)
+                    return found
             if call.ended:
                 call.settle()
         return found
@@ -414,15 +424,18 @@ class Pair:
         with owner.lock, torch.no_grad():
             owner.enter_call(is_backward=True)
             recording = self._recordings.get("backward_dw")
-            if recording is None:
+            if recording is None and not call.is_plain:
                 raise GraphedBackwardError(
                     f"{call.name}: its graphs were freed between a backward and its backward_dw()."
                 )
-            if fast.layouts(members) != self._backward_key:
+            if not call.is_plain and fast.layouts(members) != self._backward_key:
                 raise StaticInputMovedError(
                     f"{call.name}: parameters moved between a backward and its backward_dw(). Keep them where they are."
                 )
-            outputs = self._replay(recording, members)
+            if recording is None or call.is_plain:
+                outputs = self.graph.weight_grads(members)
+            else:
+                outputs = self._replay(recording, members)
             for parameter, grad in zip(members, outputs, strict=True):
                 if grad is not None:
                     parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)

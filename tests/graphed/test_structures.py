@@ -7,7 +7,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import cgpass
-from tests.graphed.steps import net, same, same_grads, twins
+from tests.graphed.steps import graphed_twins, net, same, same_grads, twins
 
 
 class Pair:
@@ -116,3 +116,25 @@ def test_a_result_whose_first_tensors_are_alike(setting, warm, captured):
         cgpass.errors.GraphedArgumentError, match=r"fn returns another structure than in the run"
     ):
         setting.graphed(fn, (setting.randn(4),))
+
+
+class ReturnsBias(torch.nn.Linear):
+    """As layers whose bias is added later, with results that have no history."""
+
+    def forward(self, x):
+        return x @ self.weight.t(), self.bias, x.detach(), self.weight.detach()
+
+
+def test_a_parameter_as_a_result_and_results_without_a_history(setting):
+    graphed, module, plain = graphed_twins(setting, ReturnsBias(8, 8))
+    found = []
+    for fn in (graphed, plain):
+        x = setting.randn(4, 8, grad=True)
+        x.data.fill_(0.5)
+        y, bias, given, weight = fn(x)
+        assert (given.requires_grad, weight.requires_grad) == (False, False)
+        ((y + bias) * given + weight.sum()).square().sum().backward()
+        found.append((y, x.grad))
+    for a, b in zip(*found, strict=True):
+        same(a, b)
+    same_grads(module, plain)

@@ -19,7 +19,7 @@ class _Input(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        ctx.later.append((grad, x))
+        ctx.later.append((grad, x, weight))
         return grad @ weight, None, None
 
 
@@ -42,7 +42,7 @@ class Split(torch.nn.Module):
         return self.split
 
     def backward_dw(self):
-        grad, x = self.later.pop(0)
+        grad, x, _ = self.later.pop(0)
         made = grad.t() @ x
         self.weight.grad = made if self.weight.grad is None else self.weight.grad + made
 
@@ -68,6 +68,64 @@ def test_backwards_without_a_graph_take_their_turn(setting):
     same_grads(module, plain)
     graphed.backward_dw()
     plain.backward_dw()
+    same_grads(module, plain)
+
+
+class SeveralResults(Split):
+    """A loss may use either result."""
+
+    def forward(self, x):
+        return x * 1, super().forward(x)
+
+
+def test_any_result_of_a_call_without_a_graph_counts(setting):
+    graphed, module, plain = graphed_twins(setting, SeveralResults(), grad=False)
+    x = setting.randn(4, 8)
+    for fn in (graphed, plain):
+        fn.eval()
+        fn(x)[1].sum().backward()
+        fn.train()
+        fn.weight.data = fn.weight.data.clone()
+        fn(x * 2)
+        fn.backward_dw()
+    same_grads(module, plain)
+
+
+def test_a_backward_that_stops_at_a_result_is_none_of_the_modules(setting):
+    graphed, module, plain = graphed_twins(setting, Split(), grad=False)
+    x = setting.randn(4, 8)
+    for fn in (graphed, plain):
+        fn.eval()
+        out = fn(x)
+        torch.autograd.grad(out.square().sum(), out)
+        out.sum().backward()
+        fn.backward_dw()
+        fn.train()
+        fn(x).sum().backward()
+        fn.backward_dw()
+    same_grads(module, plain)
+
+
+class KeepsWeight(Split):
+    """What is due holds the weight itself."""
+
+    def backward_dw(self):
+        grad, x, weight = self.later.pop(0)
+        made = grad.t() @ x
+        weight.grad = made if weight.grad is None else weight.grad + made
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_weights_of_a_backward_that_lost_its_graph(setting, resets):
+    graphed, module, plain = graphed_twins(setting, KeepsWeight(), grad=False)
+    x = setting.randn(4, 8)
+    for fn in (graphed, plain):
+        out = fn(x)
+        fn.weight.data = fn.weight.data.clone()
+        if resets and fn is graphed:
+            fn.reset()
+        out.sum().backward()
+        fn.backward_dw()
     same_grads(module, plain)
 
 
