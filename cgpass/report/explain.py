@@ -150,27 +150,27 @@ def _check(fn: Any, optimizer: Any) -> None:
 
 def _call(run: Callable[[], Any], training: bool, tensors: Sequence[torch.Tensor]) -> None:
     """Make one call with its backward, unless it ran that itself, and drop gradients."""
+    leaves = [each for each in tensors if each.is_leaf]
+    before = [each.grad for each in leaves]
     with torch.set_grad_enabled(training):
-        leaves = [each for each in tensors if each.is_leaf]
-        before = [each.grad for each in leaves]
         result = run()
         outputs = _differentiated(result) if training else []
-        ran = (a.grad is not None and a.grad is not b for a, b in zip(leaves, before, strict=True))
-        if not outputs or any(ran):
-            return
-        ones = [torch.ones_like(output) for output in outputs]
-        made = [each for each in tensors if not each.is_leaf and each.requires_grad]
-        try:
-            if made:  # nothing goes on in what made them
-                inputs = made + _leaves_before(outputs, {each.grad_fn for each in made})
-                torch.autograd.grad(outputs, inputs, ones, allow_unused=True)
-            else:
-                torch.autograd.backward(outputs, ones)
-        except RuntimeError as error:
-            if _GRAPH_IS_GONE not in str(error):
-                raise
-        for each in leaves:
-            each.grad = None
+    now = zip(leaves, before, strict=True)
+    if not outputs or any(a.grad is not None and a.grad is not grad for a, grad in now):
+        return
+    ones = [torch.ones_like(output) for output in outputs]
+    made = [each for each in tensors if not each.is_leaf and each.requires_grad]
+    try:
+        if made:  # nothing goes on in what made them
+            inputs = made + _leaves_before(outputs, {each.grad_fn for each in made})
+            torch.autograd.grad(outputs, inputs, ones, allow_unused=True)
+        else:
+            torch.autograd.backward(outputs, ones)
+    except RuntimeError as error:
+        if _GRAPH_IS_GONE not in str(error):
+            raise
+    for each in leaves:
+        each.grad = None
 
 
 def _leaves_before(outputs: Sequence[torch.Tensor], ends: set[Any]) -> list[torch.Tensor]:
