@@ -98,11 +98,11 @@ class Differentiated:
             tensors = filter(torch.is_tensor, pytree.tree_leaves(self.result))
             outputs = list({id(t): t for t in tensors}.values())
             results = [out.detach() for out in outputs]
-            if d.with_grad:
-                self.with_grad = [i for i, out in enumerate(outputs) if out.requires_grad]
-            # while stand-ins have their sizes: one may be a result
             edge = torch.autograd.graph.get_gradient_edge
-            self._edges = [edge(outputs[i]) for i in self.with_grad]
+            # while stand-ins have their sizes: one may be a result
+            edges = [edge(out) if d.with_grad and out.requires_grad else None for out in outputs]
+        self.with_grad = [i for i, each in enumerate(edges) if each is not None]
+        self._edges = [edges[i] for i in self.with_grad]
         written = [i for i, leaf in enumerate(self.leaves) if leaf._version != versions[i]]
         for i in written:
             if i < end and self.leaves[i].requires_grad:
