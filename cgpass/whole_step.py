@@ -43,7 +43,7 @@ from cgpass.runtime.changes import Mode, mend, new_lock, open_modes
 from cgpass.runtime.executor import Executor
 from cgpass.runtime.fast import taker
 from cgpass.runtime.partition import PartitionRunner
-from cgpass.telemetry.reason import many
+from cgpass.telemetry.reason import excused, many
 
 log = logging.getLogger(__name__)
 
@@ -192,6 +192,14 @@ class TrainStep:
     def later_calls(self) -> int:
         """Calls but for the first of each variant, which runs in pieces, and those that raised."""
         return self.calls - self.in_pieces[_FIRST] - self.in_pieces[_RAISED]
+
+    @property
+    def graph_calls(self) -> int:
+        """Calls as a whole but for those without the graph; warm-ups count unless most are never recorded."""
+        whole = (each for each in self._variants.values() if isinstance(each, _Whole))
+        counts = [each.counts() for each in whole if each.is_one]
+        plain = sum(each["plain_calls"] + each["warmups"] - excused(each) for each in counts)
+        return self.whole_calls - plain
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
@@ -781,6 +789,10 @@ class _Whole:
             torch_private.mark_dynamic(outputs[n], dimensions)
         return outputs
 
+    def counts(self) -> dict[str, int]:
+        """What its calls did."""
+        return dataclasses.asdict(self._runner.stats)
+
     def lines(self) -> list[str]:
         """Return lines on the graph's inputs and key, and on why calls ran without it."""
         stats, update = self._runner.stats, self._update
@@ -793,7 +805,7 @@ class _Whole:
             f"reads {many(len(layout.parameters), 'parameter')} and {many(own, 'tensor')} of the optimizer in place, "
             f"copies {many(len(layout.copied), 'input')}"
         )
-        told = self._runner.reasons.told(dataclasses.asdict(stats))
+        told = self._runner.reasons.told(self.counts())
         return [about, *map(str, told)]
 
     def _body(self, args: list[Any]) -> list[Any]:

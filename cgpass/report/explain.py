@@ -75,6 +75,7 @@ def explain(
     it whole. Afterwards parameters, buffers, gradients, optimizers and scalers that the function is, receives or names
     are restored, and so are torch's random numbers. Nothing else is: attributes, caches, schedulers, written arguments.
     If this compiled the function, recordings of the same code are freed, also those that calls of yours made before.
+    Calls begin without gradients, but those of an optimizer's own `step`: watch code that reads gradients with a block.
 
     Args:
         fn: A module or function, compiled or not; leave it out for a block.

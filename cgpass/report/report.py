@@ -193,5 +193,6 @@ def _told(report: Report) -> dict[tuple[str | None, ...], str]:
         for _, each in text.events(f"{graph.name}, {part.name}", part):
             told[each.code, each.op, _NUMBER.sub("", str(each.line))] = str(each)
     for name, *lines in (other.splitlines() for other in report.others):
+        name = name.partition(":")[0]
         told |= {(name, _NUMBER.sub("", each)): f"{name}: {each.strip()}" for each in lines}
     return told

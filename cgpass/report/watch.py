@@ -51,7 +51,7 @@ def watched() -> Iterator[Report]:
     """A block that is reported; the report is filled when it ends, also by an error."""
     report = Report(unfinished=True)
     breaks, notes = {*torch_private.graph_breaks()}, torch_private.compilations()
-    with _Clock() as clock:
+    with telemetry.keeping_steps(), _Clock() as clock:
         telemetry.listen(clock.add, clock)
         before = telemetry.now()
         try:

@@ -7,8 +7,8 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -68,7 +68,7 @@ class ByHand(CallStats):
     why: Counter[str] = field(default_factory=Counter)
     """Causes of calls without a graph, where `reasons` has none."""
     reasons: CallReasons | None = None
-    whole_calls = later_calls = 0
+    graph_calls = later_calls = 0
 
     def explain(self) -> str:
         """Describe its calls."""
@@ -131,8 +131,8 @@ class _Registry:
     since: Moment = field(default_factory=Moment)
     """The counts when the summary began."""
     listeners: list[Callable[[int, GraphRun], None]] = field(default_factory=list)
-    watched: list[Any] = field(default_factory=list)
-    """Training steps that were made while somebody listens, who tells of them when it ends."""
+    watched: list[Any] | None = None
+    """Training steps that were made in a block that is reported: they live until it ends."""
 
 
 _registry = _Registry()
@@ -152,7 +152,8 @@ def add_step(step: Any) -> None:
     """Have summaries list a training step as long as it lives."""
     with _registry.lock:
         _registry.others.add(step)
-        _registry.watched += [step] * bool(_registry.listeners)
+        if _registry.watched is not None:
+            _registry.watched.append(step)
 
 
 new_function: Final = itertools.count().__next__
@@ -182,7 +183,6 @@ def add_run(graph: int, run: GraphRun) -> None:
 def listen(listener: Callable[[int, GraphRun], None], until: ExitStack) -> None:
     """Have `listener` told of what runs each graph, now and later, until a stack is closed; it is where this raises."""
     known = _registry.listeners
-    until.callback(lambda: known or _registry.watched.clear())
     for _ in range(2):  # a signal may come inside
         until.callback(lambda: listener in known and known.remove(listener))
     try:
@@ -193,6 +193,16 @@ def listen(listener: Callable[[int, GraphRun], None], until: ExitStack) -> None:
     except BaseException:
         until.close()
         raise
+
+
+@contextmanager
+def keeping_steps() -> Iterator[None]:
+    """A block whose training steps live until it ends."""
+    before, _registry.watched = _registry.watched, []
+    try:
+        yield
+    finally:
+        _registry.watched = before
 
 
 def replace_partition(graph: int, part: PartitionSummary) -> None:
@@ -265,7 +275,7 @@ def now() -> Moment:
     }
     calls = {number: sum(run.tally.calls for run in each) for number, (_, each) in runs}
     with _registry.lock:
-        others = [(x, (x.calls, x.whole_calls, x.later_calls)) for x in _registry.others]
+        others = [(x, (x.calls, x.graph_calls, x.later_calls)) for x in _registry.others]
     return Moment(counters(), calls, parts, weakref.WeakKeyDictionary(others))
 
 
