@@ -71,6 +71,8 @@ class GraphedFunction:
         """Makes the gradients that the backward leaves out, of weights, by filling their `.grad`."""
         self.due: deque[Call | None] = deque()
         """Calls whose backward ran, but not yet what was split off, oldest first; None for one without a graph."""
+        self.left_out: set[str] | None = None
+        """Parameters whose gradients backwards leave out; None until one was recorded."""
         self._target = target
         self._owner = owner
         """Makes the recordings; None to run without a graph always."""
@@ -142,7 +144,7 @@ class GraphedFunction:
             closed = "there is no graph on this device, or it was closed"
             self.stats.why[closed if owner is None or owner.closed else "a capture of yours"] += 1
             self.stats.plain_calls += 1
-            return self.ungraphed(*args, **kwargs)
+            return self._run_plainly(args, kwargs)
         why = self._why_plain()
         tensors, flags = (why, ()) if why else self.binding.bind(args, kwargs)
         if isinstance(tensors, str):
@@ -159,13 +161,20 @@ class GraphedFunction:
                     if why is None:
                         return pair.structure.build(pair.run(tensors))
         self.note_plain(why)
-        result = self.ungraphed(*args, **kwargs)
-        if self.makes_weight_grads is not None:
-            self._note_due(result, (args, kwargs))
-        return result
+        return self._run_plainly(args, kwargs)
 
-    def _note_due(self, result: Any, given: Any) -> None:
-        """Have each backward of a call without a graph take its turn among those that `backward_dw` completes."""
+    def leaves_gradients_out(self) -> bool:
+        """Tell if a backward leaves some to `backward_dw`, with parameters as they are."""
+        if self.makes_weight_grads is None or self.left_out is None:
+            return self.makes_weight_grads is not None
+        held = zip(self.statics.names, self.statics.held(), strict=True)
+        return any(name in self.left_out and getattr(t, "requires_grad", False) for name, t in held)
+
+    def _run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run without a graph; each backward takes its turn among those that `backward_dw` completes."""
+        result = self.ungraphed(*args, **kwargs)
+        if not self.leaves_gradients_out():
+            return result
         due, tasks = self.due, {-1}  # a result that the module keeps would keep all of this
 
         def begins(_: Any) -> None:
@@ -173,10 +182,14 @@ class GraphedFunction:
                 tasks.add(task)
                 due.append(None)
 
-        known = {id(each) for each in pytree.tree_leaves(given)}
+        known = {id(each) for each in pytree.tree_leaves((args, kwargs))}
         for each in pytree.tree_leaves(result):
-            if isinstance(each, torch.Tensor) and id(each) not in known and each.grad_fn:
-                each.grad_fn.register_prehook(begins)
+            if isinstance(each, torch.Tensor) and id(each) not in known:
+                # a view that is written in place gets another node
+                nodes: list[Any] = [each.grad_fn, getattr(each._base, "grad_fn", None)]
+                for node in filter(None, nodes):
+                    node.register_prehook(begins)
+        return result
 
     def _settings_now(self) -> tuple[Any, ...]:
         """Return the settings around a call that a graph would freeze."""
@@ -232,9 +245,13 @@ class GraphedFunction:
         if any(tensor.grad_fn is not None for tensor in now):
             # They lie elsewhere each time.
             return "parameters are computed in each call (functional_call)"
-        if any(call is None or call.is_plain for each in _splitting for call in each.due):
+        if self.makes_weight_grads is not None:
             # warm-ups would complete that one: modules keep what is due themselves, some for several layers
-            return "a backward without a graph still lacks its backward_dw()"
+            for each in _splitting:
+                if any(call is None or call.is_plain for call in each.due):
+                    return (
+                        f"a backward of {each.name} without a graph still lacks its backward_dw()"
+                    )
         return None
 
     def note_plain(self, why: str) -> None:

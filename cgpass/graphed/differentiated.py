@@ -288,7 +288,10 @@ class Differentiated:
             found = [None if t.grad is None else t.grad.clone() for t in stand_ins]
             for stand_in in stand_ins:
                 stand_in.grad = None
-            return found
+        if self._d.left_out is None:
+            named = zip(self._statics.names, self._stand_in_of, strict=True)
+            self._d.left_out = {name for name, n in [*named] if found[n] is not None}
+        return found
 
 
 class _Placed(Mode):

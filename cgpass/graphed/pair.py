@@ -97,6 +97,8 @@ class Pair:
         self._is_alone = d.makes_weight_grads is not None
         """True if it keeps tensors otherwise than as saved ones: it serves one call at a time, in memory of its own."""
         self._call: weakref.ref[Call] | None = None
+        self._splits = False
+        """True if its backward leaves gradients of weights to `backward_dw`."""
 
     # ---- warm-ups and recordings
 
@@ -178,7 +180,9 @@ class Pair:
         self._written = [i for i in sorted(forward.written) if i < end]
         shown = {n: alias for n, alias in forward.views.items() if n < first}
         self._given = [n for n in shown if n in graph.with_grad]
-        self._cut_off = [n for n in shown if n not in graph.with_grad]
+        self._cut_off = [
+            n for n in shown if n not in graph.with_grad and self.description.with_grad
+        ]
         """Results that may be an argument or a member, but without its history."""
         viewed = {a.index for a in shown.values() if not a.identity and a.index < end}
         self._strides = [(i, inputs[i].stride()) for i in viewed]
@@ -221,7 +225,8 @@ class Pair:
         grads.clear()
         self._backward_key = fast.layouts(members)  # by now hooks may have moved them
         found = execute(self._run_graph, args, kinds, "backward")
-        if d.makes_weight_grads is not None:
+        self._splits = d.leaves_gradients_out()
+        if self._splits:
             execute(self._make_weight_grads, list(members), static, "backward_dw")
         d.run_hook("backward")
         return found
@@ -358,7 +363,7 @@ class Pair:
             owner.enter_call(is_backward=True)
             backward = self._recordings.get("backward")
             if backward is not None and fast.layouts(call.members) == self._backward_key:
-                splits = "backward_dw" in self._recordings
+                splits = self._splits
                 if splits and call in d.due:  # what that needs would be overwritten
                     raise GraphedBackwardError(
                         f"{call.name}: a second backward through one forward before the backward_dw() of the first. Call "
@@ -380,7 +385,7 @@ class Pair:
                 grads.clear()
                 found = self._run_graph(args)
                 call.is_plain = True
-                if d.makes_weight_grads is not None:
+                if self._splits:
                     d.due.append(call)
                     return found
             if call.ended:

@@ -106,6 +106,49 @@ def test_a_backward_that_stops_at_a_result_is_none_of_the_modules(setting):
     same_grads(module, plain)
 
 
+class Tolerant(Split):
+    """Leaves a gradient out only where its weight wants one."""
+
+    def forward(self, x):
+        if not self.weight.requires_grad:
+            return (x @ self.weight.t() + self.bias).sin()
+        return super().forward(x)
+
+
+def test_frozen_weights_leave_nothing_out(setting):
+    graphed, module, plain = graphed_twins(setting, Tolerant(), grad=True)
+    x = setting.randn(4, 8, grad=True)
+    for _ in range(3):
+        for fn in (graphed, plain):
+            fn.requires_grad_(False)
+            fn(x).square().sum().backward()
+            fn.requires_grad_(True)
+            fn(x).square().sum().backward()
+            fn.backward_dw()
+        same_grads(module, plain)
+    assert graphed.graphed.stats.plain_calls == 0
+
+
+class View(Split):
+    def forward(self, x):
+        return super().forward(x).view(2, 2, 8)
+
+
+def test_a_view_that_is_written_has_its_turn(setting):
+    graphed, module, plain = graphed_twins(setting, View(), grad=False)
+    for fn in (graphed, plain):
+        x = setting.randn(4, 8).fill_(0.5)
+        fn.eval()
+        hidden = fn(x)
+        hidden += 1
+        hidden.square().sum().backward()
+        fn.train()
+        fn.weight.data = fn.weight.data.clone()
+        fn(x)  # would be recorded
+        fn.backward_dw()
+    same_grads(module, plain)
+
+
 class KeepsWeight(Split):
     """What is due holds the weight itself."""
 
