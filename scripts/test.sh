@@ -15,7 +15,7 @@ the tests. Tests that need CUDA skip themselves where there is none.
   -h, --help        this text
 
 Other arguments go to pytest, e.g. -k options. On 2 idle cores it takes 8 minutes: 1 minute to install (once, some GB),
-10 s of ruff and pyrefly, 6 to 7 minutes of tests.
+10 s of ruff and pyrefly, 6 minutes of tests.
 END
 }
 
@@ -38,7 +38,7 @@ PYTHON=$(cd "$directory/bin" && pwd)/python
 "$PYTHON" -m cgpass build >/dev/null &
 building=$!
 
-echo "== ruff and pyrefly: 10 s; then the tests: all of them take 6 to 7 minutes on 2 idle cores"
+echo "== ruff and pyrefly: 10 s; then the tests: all of them take 6 minutes on 2 idle cores"
 failed=()
 check() {
   echo "== $1"
