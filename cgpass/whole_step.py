@@ -195,11 +195,11 @@ class TrainStep:
 
     @property
     def graph_calls(self) -> int:
-        """Calls as a whole but for those without the graph; warm-ups count unless most are never recorded."""
+        """Calls as a whole but for those without the graph; warm-ups count if few, and something was recorded."""
         whole = (each for each in self._variants.values() if isinstance(each, _Whole))
         counts = [each.counts() for each in whole if each.is_one]
-        plain = sum(each["plain_calls"] + each["warmups"] - excused(each) for each in counts)
-        return self.whole_calls - plain
+        excuses = sum(excused(each) for each in counts if each["recordings"])
+        return self.whole_calls + excuses - sum(c["plain_calls"] + c["warmups"] for c in counts)
 
     @property
     def grad_norm(self) -> torch.Tensor | None:

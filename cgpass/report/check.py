@@ -44,7 +44,7 @@ def verdict(report: Facts, least: float) -> tuple[bool, str]:
         said = [_NOTHING if report.graph_breaks or late else f"{_NOTHING}{_CHECKED}"]
     lines = wrapped(f"cgpass check: {'passed' if passes else 'FAILED'}: {'; '.join(said)}")
     lines += ["fell back:", *(row for each in late for row in wrapped(each, 2))] if late else []
-    if whole < least * steps:
+    if not passes:
         said = [line for other in report.others for line in other.splitlines()]
         lines += [
             "",

@@ -152,12 +152,10 @@ def _check(fn: Any, optimizer: Any) -> None:
 def _call(run: Callable[[], Any], training: bool, tensors: Sequence[torch.Tensor]) -> None:
     """Make one call with its backward, unless it ran that itself, and drop gradients."""
     leaves = [each for each in tensors if each.is_leaf]
-    before = [each.grad for each in leaves]
     with torch.set_grad_enabled(training):
         result = run()
         outputs = _differentiated(result) if training else []
-    now = zip(leaves, before, strict=True)
-    if not outputs or any(a.grad is not None and a.grad is not grad for a, grad in now):
+    if not outputs or any(each.grad is not None for each in leaves):
         return
     ones = [torch.ones_like(output) for output in outputs]
     made = [each for each in tensors if not each.is_leaf and each.requires_grad]

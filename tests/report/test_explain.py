@@ -625,6 +625,21 @@ def test_gradients_that_are_there_are_no_backward():
     assert [(graph.direction, graph.calls) for graph in report.graphs][-1] == ("backward", 9)
 
 
+def test_gradients_of_the_call_before_are_nobodys():
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
+    compiled = torch.compile(model, backend="cgpass")
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = compiled(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    assert cgpass.explain(step, X).counters["rescues"] == 0
+
+
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_odd_types_of_values_are_restored():
     model = nn.Linear(8, 8)
@@ -653,6 +668,20 @@ def test_a_training_step_that_ends_in_a_block_is_told_of():
     with cgpass.explain() as report:
         main()
     assert (report.whole_steps, report.steps) == (5, 5)
+
+
+def test_steps_of_which_nothing_was_recorded_are_no_graph():
+    def epoch():
+        model = nn.Linear(8, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        step = cgpass.train_step(lambda x: model(x).square().mean(), optimizer)
+        for _ in range(2):
+            step(X)
+
+    with cgpass.explain() as report:
+        for _ in range(3):
+            epoch()
+    assert (report.whole_steps, report.steps) == (0, 3)
 
 
 def test_a_wrapper_is_not_traced():
