@@ -71,8 +71,8 @@ class GraphedFunction:
         """Makes the gradients that the backward leaves out, of weights, by filling their `.grad`."""
         self.due: deque[Call | None] = deque()
         """Calls whose backward ran, but not yet what was split off, oldest first; None for one without a graph."""
-        self.left_out: set[str] | None = None
-        """Parameters whose gradients backwards leave out; None until one was recorded."""
+        self.never_left_out: set[str] = set()
+        """Parameters that required gradients in a recording, which its backward made."""
         self._target = target
         self._owner = owner
         """Makes the recordings; None to run without a graph always."""
@@ -165,10 +165,11 @@ class GraphedFunction:
 
     def leaves_gradients_out(self) -> bool:
         """Tell if a backward leaves some to `backward_dw`, with parameters as they are."""
-        if self.makes_weight_grads is None or self.left_out is None:
-            return self.makes_weight_grads is not None
+        if self.makes_weight_grads is None:
+            return False
         held = zip(self.statics.names, self.statics.held(), strict=True)
-        return any(name in self.left_out and getattr(t, "requires_grad", False) for name, t in held)
+        wanted = {name for name, value in held if getattr(value, "requires_grad", False)}
+        return not wanted <= self.never_left_out
 
     def _run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run without a graph; each backward takes its turn among those that `backward_dw` completes."""

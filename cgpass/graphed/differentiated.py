@@ -288,9 +288,9 @@ class Differentiated:
             found = [None if t.grad is None else t.grad.clone() for t in stand_ins]
             for stand_in in stand_ins:
                 stand_in.grad = None
-        if self._d.left_out is None:
-            named = zip(self._statics.names, self._stand_in_of, strict=True)
-            self._d.left_out = {name for name, n in [*named] if found[n] is not None}
+        made = {n for n, t in enumerate(stand_ins) if found[n] is None and t.requires_grad}
+        named = zip(self._statics.names, self._stand_in_of, strict=True)
+        self._d.never_left_out |= {name for name, n in named if n in made}
         return found
 
 

@@ -129,6 +129,37 @@ def test_frozen_weights_leave_nothing_out(setting):
     assert graphed.graphed.stats.plain_calls == 0
 
 
+class TwoTolerant(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = Tolerant(), Tolerant()
+
+    def forward(self, x):
+        return self.b(self.a(x).tanh())
+
+    def backward_dw(self):
+        for each in (self.b, self.a):
+            if each.later:
+                each.backward_dw()
+
+
+@pytest.mark.parametrize("frozen", [("a",), ("b",), ("a", "b")])
+def test_weights_that_were_frozen_at_first(setting, frozen):
+    module, plain = twins(setting, TwoTolerant())
+    for each in (module, plain):
+        for name in frozen:
+            getattr(each, name).weight.requires_grad_(False)
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    x = setting.randn(4, 8, grad=True)
+    for wanted in ("ab", "a", "b", "", "ab"):
+        for fn in (graphed, plain):
+            fn.a.weight.requires_grad_("a" in wanted)
+            fn.b.weight.requires_grad_("b" in wanted)
+            fn(x).square().sum().backward()
+            fn.backward_dw()
+        same_grads(module, plain)
+
+
 class View(Split):
     def forward(self, x):
         return super().forward(x).view(2, 2, 8)
