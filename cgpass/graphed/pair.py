@@ -362,20 +362,19 @@ class Pair:
         with owner.lock:
             owner.enter_call(is_backward=True)
             backward = self._recordings.get("backward")
-            if backward is not None and fast.layouts(call.members) == self._backward_key:
-                splits = self._splits
-                if splits and call in d.due:  # what that needs would be overwritten
-                    raise GraphedBackwardError(
-                        f"{call.name}: a second backward through one forward before the backward_dw() of the first. Call "
-                        "backward_dw() between them."
-                    )
+            plainly = backward is None or fast.layouts(call.members) != self._backward_key
+            if self._splits and call in d.due and not (plainly and call.is_plain):
+                # what that needs would be overwritten, or lies elsewhere
+                raise GraphedBackwardError(
+                    f"{call.name}: a second backward through one forward before the backward_dw() of the first. Call "
+                    "backward_dw() between them."
+                )
+            call.is_plain = plainly
+            if backward is not None and not plainly:
                 self._put_in_place(call)
                 if call.position is not None:
                     self._states.rewind(call.position)
                 found = self._replay(backward, [*self._nothing, *grads])
-                if splits:
-                    d.due.append(call)
-                    return found
             else:
                 why = "its graphs were freed" if backward is None else "its parameters moved"
                 d.tell(f"runs a backward without a graph: {why}.")
@@ -384,11 +383,9 @@ class Pair:
                 args = [*self._saved_of(call), *call.members, *grads]
                 grads.clear()
                 found = self._run_graph(args)
-                call.is_plain = True
-                if self._splits:
-                    d.due.append(call)
-                    return found
-            if call.ended:
+            if self._splits:
+                d.due.append(call)
+            elif call.ended:
                 call.settle()
         return found
 

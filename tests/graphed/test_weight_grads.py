@@ -203,6 +203,20 @@ def test_weights_of_a_backward_that_lost_its_graph(setting, resets):
     same_grads(module, plain)
 
 
+def test_a_backward_that_moved_there_and_back(setting):
+    graphed, module, plain = graphed_twins(setting, Split(), grad=False)
+    x = setting.randn(4, 8)
+    home = module.weight.data
+    for fn in (graphed, plain):
+        out = fn(x).sum()
+        for moves in (True, False):
+            if fn is graphed:
+                module.weight.data = home.clone() if moves else home
+            out.backward(retain_graph=True)
+            fn.backward_dw()
+    same_grads(module, plain)
+
+
 def test_a_recording_leaves_alone_what_is_due(setting):
     graphed, module, plain = graphed_twins(setting, Split(), grad=False)
     x = setting.randn(4, 8)
