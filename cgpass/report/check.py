@@ -44,12 +44,10 @@ def verdict(report: Facts, least: float) -> tuple[bool, str]:
         said = [_NOTHING if report.graph_breaks or late else f"{_NOTHING}{_CHECKED}"]
     lines = wrapped(f"cgpass check: {'passed' if passes else 'FAILED'}: {'; '.join(said)}")
     lines += ["fell back:", *(row for each in late for row in wrapped(each, 2))] if late else []
-    if not passes:
-        said = [line for other in report.others for line in other.splitlines()]
-        lines += [
-            "",
-            *(row for each in said for row in wrapped(each, len(each) - len(each.lstrip()))),
-        ]
+    if not passes and report.others:
+        lines.append("")
+        for each in (line for other in report.others for line in other.splitlines()):
+            lines += wrapped(each, len(each) - len(each.lstrip()))
     return passes, "\n".join([*lines, *costs(report)])
 
 
