@@ -1,6 +1,5 @@
 """`explain`: reports on the calls of a block, or on calls that it makes itself."""
 
-import collections
 import contextlib
 import copy
 import dataclasses
@@ -8,7 +7,7 @@ import dis
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, overload
 
 import torch
@@ -72,10 +71,10 @@ def explain(
 
     With a function, nine calls run, with their backward. If it is not compiled yet, it is compiled with `backend="cgpass"`. A
     single batch is passed as data loaders mean it: a mapping as `**batch`, a tuple or list as `*batch`; `[batch]` passes
-    it whole. Afterwards parameters, buffers, gradients, optimizers and scalers that the function is, receives or names
-    are restored, and so are torch's random numbers. Nothing else is: attributes, caches, schedulers, written arguments.
-    If this compiled the function, recordings of the same code are freed, also those that calls of yours made before.
-    Calls begin without gradients, but those of an optimizer's own `step`: watch code that reads gradients with a block.
+    it whole. Afterwards modules (parameters and buffers) and optimizers that the function is, receives or names itself
+    are restored, with gradients and torch's random numbers. Nothing else is: what other objects hold, scalers, caches,
+    written arguments. If this compiled the function, recordings of the same code are freed, also those of your own calls.
+    Calls begin without gradients. Watch code that reads gradients or trains with a block.
 
     Args:
         fn: A module or function, compiled or not; leave it out for a block.
@@ -83,7 +82,7 @@ def explain(
         training: True to run a backward, too: of the result's loss if it has one, else of all results that require grad,
             unless the function ran it itself. False to run calls under `torch.no_grad()`.
         compare: True to time calls with CUDA graphs and without, afterwards.
-        optimizer: Restored, too, if the function does not name it.
+        optimizer: One or several that are restored, too.
         options: Fields of `cgpass.Options`, for a function that is not compiled yet.
         kwargs: The keyword arguments of one call.
 
@@ -92,7 +91,7 @@ def explain(
 
     Raises:
         OptionError: `options=` for a function that is compiled already.
-        InputError: No function, and arguments.
+        InputError: No function, and arguments; or a function that is a training step.
         Exception: Whatever the function raises, as it is.
     """
     if fn is None:
@@ -101,28 +100,28 @@ def explain(
         return watch.watched()
     _check(fn, optimizer)
     args, kwargs = _spread(args, kwargs)
-    given = [fn, inspect.unwrap(fn), *pytree.tree_leaves((args, kwargs, optimizer))]
-    values = [value for each in given for value in _reached(each)]
-    modules = [*dict.fromkeys(each for each in values if isinstance(each, torch.nn.Module))]
+    inner = inspect.unwrap(fn, stop=inspect.ismethod)
+    used = [fn, *_used(inner), *pytree.tree_leaves((args, kwargs, optimizer))]
+    bound = getattr(inner, "__self__", None)
+    if isinstance(bound, torch.optim.Optimizer) or any(isinstance(u, TrainStep) for u in used):
+        raise InputError(
+            "cgpass.explain: this function trains. Watch steps of your own: with cgpass.explain() as report: ..."
+        )
+    modules = [m for each in used if isinstance(each, torch.nn.Module) for m in each.modules()]
     kinds = torch.nn.Module | types.FunctionType
     is_compiled = any(
-        isinstance(each, TrainStep) or (isinstance(each, kinds) and torch_private.is_compiled(each))
-        for each in values
+        torch_private.is_compiled(each) for each in (*used, *modules) if isinstance(each, kinds)
     )
     if options and is_compiled:
         raise OptionError(
             "cgpass.explain: a compiled function has its options already; pass them to torch.compile instead"
         )
-    tensors = [v for v in values if isinstance(v, torch.Tensor)]
-    tensors += [t for m in modules for t in (*m.parameters(False), *m.buffers(False))]
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     run = fn
     with contextlib.ExitStack() as stack:
         stack.enter_context(set_defaults(**options or {}))
         stack.enter_context(torch.random.fork_rng([*devices]))
-        _put_back(stack, tensors, values)
-        for step in (value for value in values if isinstance(value, TrainStep)):
-            stack.callback(setattr, step, "_due", step._due)
+        tensors = _restored(stack, used, modules)
         # Dynamo would find what a disabled function wraps
         if not (is_compiled or torch_private.is_disabled(fn)):
             before = telemetry.now()
@@ -145,31 +144,40 @@ def _check(fn: Any, optimizer: Any) -> None:
     if not callable(fn):
         raise InputError(f"cgpass.explain takes a module or function, got a {type(fn).__name__}")
     found = [each for each in pytree.tree_leaves(optimizer) if each is not None]
-    if not all(hasattr(each, "step") and not isinstance(each, type) for each in found):
+    if not all(isinstance(each, torch.optim.Optimizer) for each in found):
         raise InputError(f"cgpass.explain: optimizer= takes an optimizer, got {optimizer!r}")
 
 
 def _call(run: Callable[[], Any], training: bool, tensors: Sequence[torch.Tensor]) -> None:
-    """Make one call with its backward, unless it ran that itself, and drop gradients."""
-    leaves = [each for each in tensors if each.is_leaf]
+    """Make one call with its backward, unless it ran that itself, and leave no gradients."""
+    known = [each for each in tensors if each.is_leaf]
     with torch.set_grad_enabled(training):
         result = run()
         outputs = _differentiated(result) if training else []
-    if not outputs or any(each.grad is not None for each in leaves):
-        return
+    if outputs and all(each.grad is None for each in known):
+        _backward(outputs, [each for each in tensors if not each.is_leaf and each.requires_grad])
+    for each in known:
+        each.grad = None
+
+
+def _backward(outputs: Sequence[torch.Tensor], made: list[torch.Tensor]) -> None:
+    """Run a backward that ends at arguments that something made, and adds to nobody's gradients."""
     ones = [torch.ones_like(output) for output in outputs]
-    made = [each for each in tensors if not each.is_leaf and each.requires_grad]
+    leaves = _leaves_before(outputs, {each.grad_fn for each in made})
+    grads = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
     try:
-        if made:  # nothing goes on in what made them
-            inputs = made + _leaves_before(outputs, {each.grad_fn for each in made})
-            torch.autograd.grad(outputs, inputs, ones, allow_unused=True)
+        if made:
+            torch.autograd.grad(outputs, made + leaves, ones, allow_unused=True)
         else:
             torch.autograd.backward(outputs, ones)
     except RuntimeError as error:
         if _GRAPH_IS_GONE not in str(error):
             raise
-    for each in leaves:
-        each.grad = None
+    finally:
+        for leaf, grad in zip(leaves, grads, strict=True):
+            leaf.grad = grad
 
 
 def _leaves_before(outputs: Sequence[torch.Tensor], ends: set[Any]) -> list[torch.Tensor]:
@@ -195,82 +203,63 @@ def _differentiated(result: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
-# ---- what a function reaches, and what is restored
+# ---- what is restored
 
 
-def _reached(value: Any, depth: int = 2) -> Iterator[Any]:
-    """Yield a value, what it names, holds or is bound to, and what these do: a loop's step names a helper, and that the model."""
-    yield from value.modules() if isinstance(value, torch.nn.Module) else (value,)
-    if isinstance(value, types.MethodType):  # an optimizer's step, compiled or not
-        yield from _reached(value.__self__, 0)
-    if not depth or isinstance(value, torch.nn.Module | torch.Tensor | types.ModuleType):
-        return
-    found = [*getattr(value, "__dict__", {}).values()]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        found += [getattr(value, each.name, None) for each in dataclasses.fields(value)]
-    if isinstance(value, types.FunctionType):
-        cells = [cell for cell in value.__closure__ or () if cell != types.CellType()]
-        found += value.__defaults__, value.__kwdefaults__, *(c.cell_contents for c in cells)
-        codes = [value.__code__]
-        for code in codes:
-            codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-            loads = [each for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"]
-            found += [value.__globals__.get(load.argval) for load in loads]
-    elif isinstance(value, types.MethodType):
-        found += value.__self__, value.__func__, *getattr(value.__self__, "__dict__", {}).values()
-    elif isinstance(value, functools.partial):
-        found += value.func, value.args, value.keywords
-    for each in pytree.tree_leaves(found):
-        yield from _reached(each, depth - 1)
+def _used(fn: Any) -> list[Any]:
+    """List a function, what it is bound to or given ahead, and what it names itself."""
+    found = [fn]
+    if isinstance(fn, functools.partial):
+        found += fn.func, fn.args, fn.keywords
+        fn = fn.func
+    if isinstance(fn, types.MethodType):
+        found += fn.__self__, *getattr(fn.__self__, "__dict__", {}).values()
+        fn = fn.__func__
+    if isinstance(fn, types.FunctionType):
+        cells = [each for each in fn.__closure__ or () if each != types.CellType()]
+        loads = [each for each in dis.get_instructions(fn) if each.opname == "LOAD_GLOBAL"]
+        found += [cell.cell_contents for cell in cells]
+        found += [fn.__globals__.get(load.argval) for load in loads]
+    return pytree.tree_leaves(found)
 
 
-def _put_back(stack: contextlib.ExitStack, tensors: Sequence[Any], values: Sequence[Any]) -> None:
-    """Have a stack restore parameters, buffers, gradients and what optimizers and scalers keep.
+def _restored(
+    stack: contextlib.ExitStack, used: Sequence[Any], modules: Sequence[torch.nn.Module]
+) -> list[torch.Tensor]:
+    """Have a stack restore modules, optimizers and gradients; returns tensors that have gradients in a call.
 
     Values return to the very tensors that had them: guards and recordings of a compiled optimizer know these.
     """
-    todo, seen, there = list[Any](), set[int](), [*tensors]
+    tensors = [each for each in used if isinstance(each, torch.Tensor)]
+    tensors += [t for m in modules for t in (*m.parameters(False), *m.buffers(False))]
     last = stack.enter_context(contextlib.ExitStack())  # a gradient fits a restored parameter
-    for each in values:
-        if isinstance(each, torch.nn.Module):
-            todo += each._parameters, each._buffers
-        elif isinstance(each, torch.optim.Optimizer):
-            todo += each.state, each.param_groups
-        elif isinstance(each, torch.Generator):
-            stack.callback(each.set_state, each.get_state())
-        elif isinstance(each, torch.amp.GradScaler):
-            stack.callback(each.load_state_dict, each.state_dict())
-            stages = vars(each).get("_per_optimizer_states")  # which optimizers it has unscaled
-            if stages is not None:  # it is enabled
-                stack.callback(setattr, each, "_per_optimizer_states", stages)
-                todo.append(stages)
-    for each in todo:  # and what is added meanwhile
-        if id(each) not in seen and not callable(each) and not isinstance(each, types.ModuleType):
-            seen.add(id(each))
-            todo += _kept(stack, each)
-            there += [each] * isinstance(each, torch.Tensor)
-    steps = any(
-        isinstance(v, types.MethodType) and hasattr(v.__self__, "param_groups") for v in values
-    )
-    for each in (each for each in dict.fromkeys(there) if each.is_leaf or each.retains_grad):
-        grad = each.grad
-        last.callback(setattr, each, "grad", grad)
-        each.grad = grad.clone() if steps and grad is not None else None
+    for module in dict.fromkeys(modules):
+        _keep(stack, module._parameters)
+        _keep(stack, module._buffers)
+    for optimizer in dict.fromkeys(
+        each for each in used if isinstance(each, torch.optim.Optimizer)
+    ):
+        _keep(stack, optimizer.state)
+        _keep(stack, optimizer.param_groups)
+        tensors += [each for group in optimizer.param_groups for each in group["params"]]
+    for each in dict.fromkeys(tensors):
+        if each.is_leaf or each.retains_grad:
+            last.callback(setattr, each, "grad", each.grad)
+            each.grad = None
+    return tensors
 
 
-def _kept(stack: contextlib.ExitStack, value: Any) -> Iterable[Any]:
-    """Have a stack restore a tensor or what holds some; returns what it holds."""
+def _keep(stack: contextlib.ExitStack, value: Any) -> None:
+    """Have a stack restore a tensor, or a dict or list and the tensors in it."""
     if isinstance(value, torch.Tensor):
         if (before := _copy(value)) is not None:
             stack.callback(_write, value, before)
-        return ()
-    if isinstance(value, dict | list | collections.deque):
+    elif isinstance(value, dict | list):
         fill = value.update if isinstance(value, dict) else value.extend
         stack.callback(fill, copy.copy(value))
         stack.callback(value.clear)  # first: a stack begins with the last
-        return value.values() if isinstance(value, dict) else value
-    # an object may be what is kept of a parameter
-    return value if isinstance(value, tuple) else (getattr(value, "__dict__", None),)
+        for each in value.values() if isinstance(value, dict) else value:
+            _keep(stack, each)
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor | None:
