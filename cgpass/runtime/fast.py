@@ -15,7 +15,7 @@ Note [A node of our own]
 import operator
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -25,6 +25,8 @@ ViewSpec = tuple[int, torch.Tensor, int]
 """Position of an input, what a view of it is laid out as, bytes from the input's first element to the view's."""
 Watch = tuple[tuple[torch.UntypedStorage, ...], bytes]
 """Storages, and three 64-bit integers for each: StorageImpl, address and number of users that it should have."""
+NOTHING: Final[tuple[list[Any], bytes]] = [], b""
+"""What `contents` compares with where there is no earlier result."""
 
 is_loaded = False
 """True if the functions are there."""

@@ -28,7 +28,7 @@ ERRORS: tuple[type[BaseException], ...] = (KeyboardInterrupt, MemoryError, Runti
 Fault = tuple[str, Callable[[], str | bool | None]]
 """Its name and its maker: returns what was wrong afterwards, if anything, or False if it did not come to pass."""
 _PACKAGE = Path(cgpass.__file__).parent
-_FILES = ("compile/training.py", "whole_step.py")
+_FILES = ("compile/training.py", "update.py", "whole_step.py")
 _FOLDERS = ("runtime", "graphed")
 _ELSEWHERE = ("run_with_state", "recompute_fn", "_recompute")
 """Functions inside of which the default generator stands in for another one."""

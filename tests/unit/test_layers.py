@@ -22,6 +22,7 @@ LAYERS = {
     "backend": 5,
     "recompute": 5,
     "graphed": 6,
+    "update": 4,
     "whole_step": 6,
     "report": 7,
     "__main__": 8,
