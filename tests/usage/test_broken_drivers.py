@@ -20,8 +20,8 @@ from tests.usage.test_holding import (
     held_outputs,
     interleaved,
 )
-from tests.usage.test_inputs import mutated_input
 from tests.usage.test_randomness import dropout_training
+from tests.usage.test_same_numbers import mutated_input
 
 SIMULATED = Setting(torch.device("cpu"), "simulated")
 
