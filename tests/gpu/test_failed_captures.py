@@ -9,7 +9,7 @@ from torch import nn
 
 import cgpass
 from tests.usage.programs import MLP, Setting, in_threads
-from tests.usage.test_failures import Around, inference, warned
+from tests.usage.test_boundaries import Around, inference, warned
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

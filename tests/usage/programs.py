@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import cgpass
+from cgpass import telemetry
 
 SEED = 7
 
@@ -196,6 +197,14 @@ def assert_steady(counters, *, captured, eager=0, **more):
     expected = steady(captured, **more) | {"partitions_eager": eager}
     assert {name: counters[name] for name in expected} == expected, counters
     assert_replays(counters)
+
+
+def runners(others=()):
+    """Of the partitions that are captured now, but for those of earlier tests."""
+    ran = [run.live() for _, found in telemetry.graph_runs().values() for run in found]
+    plans = [live.plan for live in ran if hasattr(live, "plan")]
+    runs = [step.run for plan in plans for step in plan.steps]
+    return [run for run in runs if hasattr(run, "table") and run not in others]
 
 
 def in_threads(*functions):

@@ -3,23 +3,17 @@
 import contextlib
 import copy
 import logging
+import random
 
 import pytest
 import torch
 from torch import nn
 
-import cgpass
+from cgpass import torch_private
 from cgpass.errors import StaticInputMovedError
 from tests.usage import programs
-from tests.usage.programs import (
-    MLP,
-    Tied,
-    Ways,
-    assert_replays,
-    assert_steady,
-    learn,
-    trained,
-)
+from tests.usage.programs import MLP, Tied, Ways, assert_replays, learn, sgd, trained
+from tests.usage.test_programs_settle import check
 
 
 def assigned_states(session):
@@ -57,35 +51,6 @@ def test_what_moves_in_every_call_is_copied_for_good(setting, caplog):
     assert (counters["warmups"], counters["plain_calls"]) == (2, 0), counters
     assert counters["recordings"] == 1, counters
     assert not caplog.records
-
-
-def test_sizes_beyond_max_recordings_run_plainly_and_known_ones_replay(setting, caplog):
-    def program(session):
-        _, call = session.compiled(MLP, dynamic=True)
-        values = []
-        with torch.no_grad():
-            for size in [9, 8, 9, 8, *range(2, 8), 9, 8, 9, 8]:
-                values.append(call(session.randn(size, 8)))
-        return values
-
-    with caplog.at_level(logging.WARNING, "cgpass"):
-        counters = setting.compare(program, max_recordings=2)
-    assert counters["recordings"] == 2, counters
-    assert counters["plain_calls"] == 6, counters
-    assert counters["replays"] == 6, counters
-    assert counters["warmups"] == 2, counters
-    assert len([r for r in caplog.records if "max_recordings=2" in r.getMessage()]) == 1
-
-
-def test_reset_frees_recordings_and_functions_stay_usable(setting):
-    def program(session):
-        module, call = session.compiled(MLP)
-        for number, batch in enumerate(session.batches(4, 8, count=9)):
-            if number in (3, 6):
-                cgpass.reset()
-            yield learn(module, call(batch).square().mean())
-
-    assert_steady(setting.compare(program), captured=2, recordings=6, warmups=6)
 
 
 # ---- ways in which parameters, buffers and other tensors that seem fixed move or change
@@ -322,3 +287,70 @@ def test_a_call_whose_own_input_is_moved_to_make_room_is_not_recorded_at_its_old
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         setting.compare(program, min_partition_ops=1, on_skip="silent")
+
+
+class Large(nn.Module):
+    """Has a weight of 1.2 MiB between small ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.large, self.last = nn.Linear(8, 320), nn.Linear(320, 1000), MLP(1000, 1)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.large(self.first(x))))
+
+
+def test_a_large_parameter_that_is_new_in_every_call_runs_without_a_graph(way, caplog):
+    def program(session):
+        module, call = session.compiled(lambda: Large().requires_grad_(False))
+        values = []
+        for _ in range(20):
+            module.large.weight = nn.Parameter(module.large.weight * 0.9, requires_grad=False)
+            values.append(call(session.randn(4, 8)).clone())
+        return values
+
+    with caplog.at_level(logging.WARNING, "cgpass"):
+        counters = way.compare(program, max_copied_mib=1)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1, messages
+    assert "large.weight (float32[1000, 320], read at " in messages[0]
+    assert "in forward: return self.last(torch.tanh(self.large(self.first(x)))))" in messages[0]
+    assert "too large to be copied (max_copied_mib=1)" in messages[0]
+    assert (counters["replays"], counters["recordings"]) == (0, 0), counters
+
+
+# ---- addresses that were another tensor's
+
+
+def made_anew(memory):
+    """A tensor in memory that was another one's."""
+    storage = torch_private.storage_at(memory.data_ptr(), memory.nbytes, memory.device)
+    return torch_private.on_storage(storage, memory)
+
+
+def buffer_that_is_made_anew(session):
+    module, call = session.compiled(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    norm, memories, order = module[1], session.batches(8), random.Random(0)
+    while True:
+        norm.running_mean = None
+        norm.running_mean = made_anew(order.choice(memories))
+        with torch.no_grad():
+            yield [call(session.randn(4, 8)), norm.running_mean, *memories]
+
+
+def data_swapped_in_every_step(session):
+    module, call = session.compiled(lambda: nn.Linear(8, 8))
+    memories, order = session.batches(8, 8), random.Random(0)
+    while True:
+        module.weight.data = made_anew(order.choice(memories))
+        loss = call(session.randn(4, 8)).square().mean()
+        yield learn(module, loss, sgd(module)) + memories
+
+
+@pytest.mark.parametrize(
+    ("program", "most"), [(buffer_that_is_made_anew, 2), (data_swapped_in_every_step, 4)]
+)
+def test_what_comes_to_lie_at_recycled_addresses_is_copied(setting, program, most):
+    """Also where the one before it lay, or one long ago."""
+    counters = check(setting, program, steps=200, settled=8)
+    assert counters["recordings"] <= most, counters

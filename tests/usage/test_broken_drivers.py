@@ -15,11 +15,8 @@ from cgpass.runtime.simulated import SimulatedDriver, SimulatedGraph
 from tests.usage import programs
 from tests.usage.programs import Block, Setting
 from tests.usage.test_addresses import assigned_states
-from tests.usage.test_holding import (
-    graph_retained_later,
-    held_outputs,
-    interleaved,
-)
+from tests.usage.test_any_order import graph_retained_later, interleaved
+from tests.usage.test_holding import held_outputs
 from tests.usage.test_randomness import dropout_training
 from tests.usage.test_same_numbers import mutated_input
 

@@ -1,22 +1,11 @@
-"""Held results keep their values, and forwards and backwards come in any order."""
+"""What you hold stays yours: outputs, gradients, storages and views of them keep their values."""
 
 import pytest
 import torch
 from torch import nn
 
 from tests.operators import tagged
-from tests.usage.programs import (
-    ALL,
-    MLP,
-    Block,
-    Ways,
-    assert_replays,
-    assert_steady,
-    gradients,
-    learn,
-    noting,
-    steady,
-)
+from tests.usage.programs import MLP, Ways, assert_replays, assert_steady, gradients, learn, noting
 
 ways = Ways()
 
@@ -43,84 +32,6 @@ def test_outputs_and_gradients_stay(setting, compiler):
     # gradients that are kept over a forward get a pool of their own: one recording more
     assert 2 <= counters["recordings"] <= 5, counters
     assert 0 < counters["rescues"] <= 2 * counters["calls"], "what is held is moved once"
-
-
-def plain_loop(*, dropped):
-    """Nothing of a step is held in the next one's forward, or its gradients until the backward."""
-
-    def program(session):
-        module, call = session.compiled(MLP)
-        for batch in session.batches(4, 8, count=16):
-            if dropped == "before":
-                module.zero_grad()
-            loss = call(batch).square().mean()
-            if dropped == "between":
-                module.zero_grad()
-            loss.backward()
-            found = [loss.detach(), *gradients(module)]
-            del loss
-            yield found
-            found.clear()
-
-    return program
-
-
-NEEDED = 3 * 4 * 8 * 4
-"""Bytes of a batch, which forward and backward read, and of the gradient of its output."""
-
-
-@pytest.mark.parametrize("dropped", ["before", "between"])
-def test_the_plain_training_loop_copies_nothing_but_inputs(setting, dropped):
-    found = []
-    setting.compare(noting(plain_loop(dropped=dropped), setting.driver, found))
-    expected = {"rescues": 0, "rescued_bytes": 0, "recordings": 0, "plain_calls": 0}
-    expected |= {"replays": 2, "copied_bytes": NEEDED}
-    assert [{name: step[name] for name in expected} for step in found[9:]] == [expected] * 7
-
-
-def interleaved(session):
-    """A pipeline: every backward comes one step after the next forward."""
-    module, call = session.compiled(Block)
-    values, before = [], None
-    for batch in session.batches(2, 6, 16, count=10):
-        out = call(batch)
-        if before is not None:
-            before.square().mean().backward()
-            values += [before.detach(), *gradients(module)]
-            module.zero_grad(set_to_none=True)
-        before = out
-    return values
-
-
-ways()(interleaved)
-
-
-# both backwards of the warmed up forward find its saved tensors outside the pool: they warm up
-@ways(counts={**steady(2, warmups=3), "calls": 8 + 16})
-def retained_graph(session):
-    """Every backward runs twice."""
-    module, call = session.compiled(MLP)
-    values = []
-    for batch in session.batches(4, 8):
-        loss = call(batch).square().mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        values += gradients(module)
-    return values
-
-
-@ways(settings=ALL)
-def graph_retained_later(session):
-    """Backwards run twice only after one was recorded that may write on what the forward saved."""
-    module, call = session.compiled(MLP)
-    values = []
-    for number, batch in enumerate(session.batches(4, 8)):
-        loss = call(batch).square().mean()
-        if number >= 3:
-            loss.backward(retain_graph=True)
-        loss.backward()
-        values += gradients(module)
-    return values
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -4,22 +4,15 @@ A program here is a generator, which yields what a user could see of each step. 
 its steps; in the 60 that follow no call runs without a graph and nothing is recorded.
 """
 
-import contextlib
 import copy
 import itertools
-import logging
-import random
-import sys
 
-import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import cgpass
-from cgpass import telemetry, torch_private
 from tests.usage.programs import (
     ALL,
     MLP,
@@ -28,7 +21,6 @@ from tests.usage.programs import (
     Block,
     Checkpointed,
     Ways,
-    counted,
     gradients,
     learn,
     noting,
@@ -489,229 +481,3 @@ def evaluation_while_a_backward_is_due(session):
 @settles.everywhere
 def test_after_its_first_steps_a_program_only_replays(way, program):
     check(way, program.program)
-
-
-# ---- programs that settle otherwise, and what does not grow
-
-
-def runners(others=()):
-    """Of the partitions that are captured now, but for those of earlier tests."""
-    ran = [run.live() for _, found in telemetry.graph_runs().values() for run in found]
-    plans = [live.plan for live in ran if hasattr(live, "plan")]
-    runs = [step.run for plan in plans for step in plan.steps]
-    return [run for run in runs if hasattr(run, "table") and run not in others]
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_layers_that_share_code_have_no_placeholders_for_weights(way, training):
-    """In their first calls neither."""
-    copied, inputs = [], []
-
-    def program(session):
-        others = runners()
-        layers = session.module(lambda: nn.ModuleList(MLP(16, 1) for _ in range(80)))
-        calls = [session.compile(layer) for layer in layers]
-        values = []
-        for _ in range(6):
-            before, x = cgpass.counters(), session.randn(4, 16)
-            with torch.set_grad_enabled(training):
-                for call in calls:
-                    x = call(x)
-                loss = x.square().mean()
-            if training:
-                loss.backward()
-                values += gradients(layers)
-                layers.zero_grad()
-            values.append(loss.detach())
-            if session.options["driver"] == way.driver:
-                after = cgpass.counters()
-                replays = after["replays"] - before["replays"]
-                copied.append((after["copied_bytes"] - before["copied_bytes"], replays))
-        for runner in runners(others):
-            for recording in runner.table.all():
-                inputs.append({*recording.copied_inputs} & {*runner.layout.checked})
-        return values
-
-    counters = way.compare(program)
-    assert copied[-1][1] == 80 * (1 + training), copied
-    for num_bytes, replays in copied:  # a layer's input and its gradient, never 16 x 16 weights
-        assert num_bytes <= replays * 2 * 4 * 16 * 4, copied
-    assert not any(inputs), inputs
-    assert counters["recordings"] == 80 * (1 + training), counters
-
-
-def test_more_forwards_than_may_be_pending_run_without_a_graph(way, caplog):
-    def program(session):
-        module, call = session.compiled(MLP)
-        values = []
-        for _ in range(20):
-            losses = [call(session.randn(4, 8)).square().mean() for _ in range(7)]
-            for loss in losses[::2] + losses[1::2]:
-                loss.backward()
-            values += [*losses, *gradients(module)]
-            values = [value.detach().clone() for value in values]
-            module.zero_grad()
-        return values
-
-    with caplog.at_level(logging.WARNING, "cgpass"):
-        counters = way.compare(program, max_pending_calls=4)
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 1, messages
-    assert "results of 4 earlier calls were still referenced" in messages[0]
-    assert counters["plain_calls"] >= 2 * 3 * 15, counters
-    assert counters["replays"] >= 2 * 4 * 15, counters
-    assert counters["recordings"] <= 10, counters
-
-
-def recordings_of(owner):
-    """Every recording that lies in a pool of an owner's."""
-    return [recording for pool in owner._pools for recording in pool.recordings]
-
-
-def kept_by(runner):
-    """Lengths of what a runner and its owner keep."""
-    table, inputs, owner = runner.table, runner._inputs, runner.owner
-    return {
-        "keys": len(table.seen()),
-        "places": sum(map(len, inputs._known.values())),
-        "recordings": len(recordings_of(owner)),
-        "pools": len(owner._pools),
-        "placeholders": len(owner.placeholders),
-        "pool addresses": len(owner._pool_addresses),
-    }
-
-
-@contextlib.contextmanager
-def python_calls():
-    """Counts calls of Python functions."""
-    made = [0]
-
-    def count(frame, event, arg):
-        made[0] += event == "call"
-
-    sys.setprofile(count)
-    try:
-        yield made
-    finally:
-        sys.setprofile(None)
-
-
-@pytest.mark.parametrize(("training", "sizes"), [(False, 5000), (True, 600)])
-def test_nothing_grows_with_thousands_of_sizes(way, training, sizes, caplog):
-    """Only keys that were seen once do, up to as many as are kept."""
-    found, plain_results, calls_made = [], [], []
-
-    def program(session):
-        module, call = session.compiled(lambda: MLP(2, 1))
-        rows, others = session.randn(2 + sizes, 2), runners()
-        for number in range(sizes):
-            x = rows[: 2 + number]
-            torch._dynamo.mark_dynamic(x, 0)
-            looked_at = number in (100, sizes - 200, sizes - 1)
-            count = python_calls() if looked_at else contextlib.nullcontext()
-            with count as made, torch.set_grad_enabled(training):
-                loss = call(x).sum()
-            if training:
-                loss.backward()
-                module.zero_grad()
-            if looked_at:
-                ours = runners(others)
-                found.append([kept_by(runner) for runner in ours])
-                plain_results.extend(len(list(runner.owner.plain_results)) for runner in ours)
-                calls_made.append(made[0])
-        return [loss.detach()]
-
-    with counted() as counters:
-        way.run(program)
-    assert counters["graphs"] <= 2, "a graph for all sizes"
-    kept = [
-        {key for each in kept for key in each.items() if "keys" not in key[0]} for kept in found
-    ]
-    assert kept[0] == kept[1] == kept[2]
-    assert all(each["keys"] <= 64 + 2 * 2048 for each in found[-1])
-    assert max(plain_results) <= 64, plain_results
-    assert max(calls_made) < 1.5 * calls_made[0], calls_made
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 1 + training, messages
-    assert all(
-        "never recorded, since each had a new value or layout of x.size(0)" in each
-        for each in messages
-    )
-
-
-def made_anew(memory):
-    """A tensor in memory that was another one's."""
-    storage = torch_private.storage_at(memory.data_ptr(), memory.nbytes, memory.device)
-    return torch_private.on_storage(storage, memory)
-
-
-def buffer_that_is_made_anew(session):
-    module, call = session.compiled(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
-    norm, memories, order = module[1], session.batches(8), random.Random(0)
-    while True:
-        norm.running_mean = None
-        norm.running_mean = made_anew(order.choice(memories))
-        with torch.no_grad():
-            yield [call(session.randn(4, 8)), norm.running_mean, *memories]
-
-
-def data_swapped_in_every_step(session):
-    module, call = session.compiled(lambda: nn.Linear(8, 8))
-    memories, order = session.batches(8, 8), random.Random(0)
-    while True:
-        module.weight.data = made_anew(order.choice(memories))
-        loss = call(session.randn(4, 8)).square().mean()
-        yield learn(module, loss, sgd(module)) + memories
-
-
-@pytest.mark.parametrize(
-    ("program", "most"), [(buffer_that_is_made_anew, 2), (data_swapped_in_every_step, 4)]
-)
-def test_what_comes_to_lie_at_recycled_addresses_is_copied(setting, program, most):
-    """Also where the one before it lay, or one long ago."""
-    counters = check(setting, program, steps=200, settled=8)
-    assert counters["recordings"] <= most, counters
-
-
-def test_a_thousand_results_that_are_passed_back_are_replays(way):
-    def program(session):
-        _, call = session.compiled(MLP)
-        carried, values = session.randn(4, 8), []
-        with torch.no_grad():
-            for _ in range(1000):
-                carried = call(carried)
-                values.append(carried.sum())
-        return values
-
-    counters = way.compare(program)
-    assert (counters["recordings"], counters["replays"]) == (1, 999), counters
-
-
-class Large(nn.Module):
-    """Has a weight of 1.2 MiB between small ones."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.large, self.last = nn.Linear(8, 320), nn.Linear(320, 1000), MLP(1000, 1)
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.large(self.first(x))))
-
-
-def test_a_large_parameter_that_is_new_in_every_call_runs_without_a_graph(way, caplog):
-    def program(session):
-        module, call = session.compiled(lambda: Large().requires_grad_(False))
-        values = []
-        for _ in range(20):
-            module.large.weight = nn.Parameter(module.large.weight * 0.9, requires_grad=False)
-            values.append(call(session.randn(4, 8)).clone())
-        return values
-
-    with caplog.at_level(logging.WARNING, "cgpass"):
-        counters = way.compare(program, max_copied_mib=1)
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 1, messages
-    assert "large.weight (float32[1000, 320], read at " in messages[0]
-    assert "in forward: return self.last(torch.tanh(self.large(self.first(x)))))" in messages[0]
-    assert "too large to be copied (max_copied_mib=1)" in messages[0]
-    assert (counters["replays"], counters["recordings"]) == (0, 0), counters

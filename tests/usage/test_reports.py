@@ -203,7 +203,6 @@ def test_the_recompile_limit_is_named(fn, place):
 
 # ---- `TORCH_TRACE`: what is in torch's structured trace, read line by line and by tlparse; the INFO log
 
-
 OPTIONS = {"driver": "simulated", "compiler": "eager"}
 
 

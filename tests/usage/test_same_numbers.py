@@ -345,7 +345,6 @@ def test_results_go_together_with_the_very_input_of_the_call(slow_way):
 
 # ---- values between and out of graphs lie as others expect, also if a compiled graph is split
 
-
 wait, wait_too = (doubling(name, reads=True) for name in ("wait", "wait_too"))
 wait_later = doubling("wait_later")
 for op in (wait_too, wait_later):

@@ -1,19 +1,204 @@
-"""It works in your stack: several threads, transforms of torch, a mixture of experts from transformers."""
+"""It works in your stack: optimizers, layers that share code, threads, transforms of torch, a mixture of experts."""
 
+import functools
+import itertools
 import queue
 import threading
 
 import pytest
 import torch
 from benchlib.models import SPECS
+from torch import nn
 
 import cgpass
 from cgpass.errors import InputError
 from cgpass.runtime import owner as owners
-from tests.usage.programs import MLP, Block, assert_replays, counted, in_threads, sgd_step
+from tests.usage.programs import (
+    MLP,
+    Block,
+    Checkpointed,
+    Ways,
+    assert_replays,
+    counted,
+    gradients,
+    in_threads,
+    runners,
+    sgd,
+    sgd_step,
+    state,
+)
 
 # what torch says in any thread that begins with a matrix product
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+
+# ---- optimizers and scalers, compiled or not
+
+ways = Ways()
+
+
+@ways()
+def a_gradient_scaler_that_skips_steps(session):
+    """Two steps whose gradients are not finite are skipped, and the scale falls."""
+    module, call = session.compiled(MLP)
+    optimizer = sgd(module)
+    scaler = torch.amp.GradScaler(session.device.type, init_scale=1024.0, growth_interval=2)
+    values = []
+    for number, batch in enumerate(session.batches(4, 8, count=10)):
+        if number in (3, 6):
+            batch[0, 0] = float("inf")
+        optimizer.zero_grad()
+        with torch.autocast(session.device.type, torch.bfloat16):
+            out = call(batch)
+            loss = out.float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        values.append(nn.utils.clip_grad_norm_(module.parameters(), 1.0))
+        scaler.step(optimizer)
+        scaler.update()
+        values += [out.detach(), scaler.get_scale()]
+    scales = [value for value in values if isinstance(value, float)]
+    assert any(after < before for before, after in itertools.pairwise(scales))
+    return values + state(module)
+
+
+@ways(replays="some", on_skip="silent")
+def a_compiled_optimizer_step(session):
+    """Its rate falls, and is a tensor."""
+    module, call = session.compiled(MLP)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=session.tensor(0.1))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    step = session.compile(optimizer.step)
+    for number, batch in enumerate(session.batches(4, 8, count=8)):
+        call(batch).square().mean().backward()
+        step()
+        optimizer.zero_grad(set_to_none=number % 2 == 0)
+        schedule.step()
+        yield state(module)
+    moments = [each for kept in optimizer.state.values() for each in kept.values()]
+    yield [moment for moment in moments if isinstance(moment, torch.Tensor)]
+
+
+@ways(replays="none", on_skip="silent")
+def a_step_compiled_as_a_whole(session):
+    module = session.module(MLP)
+    optimizer = sgd(module)
+
+    def step(batch):
+        loss = module(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step = session.compile(step)
+    losses = [step(batch) for batch in session.batches(4, 8, count=8)]
+    return losses + state(module)
+
+
+@ways.everywhere
+def test_ways_to_train(way, program):
+    program.check(way)
+
+
+# ---- layers that are compiled one by one, and compiled autograd
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_layers_that_share_code_have_no_placeholders_for_weights(way, training):
+    """In their first calls neither."""
+    copied, inputs = [], []
+
+    def program(session):
+        others = runners()
+        layers = session.module(lambda: nn.ModuleList(MLP(16, 1) for _ in range(80)))
+        calls = [session.compile(layer) for layer in layers]
+        values = []
+        for _ in range(6):
+            before, x = cgpass.counters(), session.randn(4, 16)
+            with torch.set_grad_enabled(training):
+                for call in calls:
+                    x = call(x)
+                loss = x.square().mean()
+            if training:
+                loss.backward()
+                values += gradients(layers)
+                layers.zero_grad()
+            values.append(loss.detach())
+            if session.options["driver"] == way.driver:
+                after = cgpass.counters()
+                replays = after["replays"] - before["replays"]
+                copied.append((after["copied_bytes"] - before["copied_bytes"], replays))
+        for runner in runners(others):
+            for recording in runner.table.all():
+                inputs.append({*recording.copied_inputs} & {*runner.layout.checked})
+        return values
+
+    counters = way.compare(program)
+    assert copied[-1][1] == 80 * (1 + training), copied
+    for num_bytes, replays in copied:  # a layer's input and its gradient, never 16 x 16 weights
+        assert num_bytes <= replays * 2 * 4 * 16 * 4, copied
+    assert not any(inputs), inputs
+    assert counters["recordings"] == 80 * (1 + training), counters
+
+
+def dropping():
+    return nn.Sequential(MLP(), nn.Dropout(0.5))
+
+
+@pytest.mark.parametrize("make", [dropping, lambda: Checkpointed(dropping)])
+def test_compiled_autograd(setting, make):
+    def program(session):
+        module = session.module(make)
+
+        def step(x):
+            loss = module(x).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        call, values = session.compile(step), []
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            for x in session.batches(4, 8, count=6):
+                values += [call(x).clone(), *gradients(module)]
+                module.zero_grad()
+        return values
+
+    counters = setting.compare(program, on_skip="silent")
+    assert counters["replays"] > 0
+
+
+# ---- threads
+
+
+@pytest.mark.parametrize(
+    ("compiler", "outputs"), [("eager", "shared"), ("inductor", "shared"), ("eager", "owned")]
+)
+def test_calls_from_several_threads(setting, compiler, outputs):
+    def program(session):
+        _, call = session.compiled(MLP)
+        batches = session.batches(4, 8, count=32)
+        with torch.no_grad():
+            call(batches[0])
+            call(batches[0])
+        results = [None] * len(batches)
+
+        def work(first):
+            # on a stream of its own where there are streams
+            stream = torch.cuda.Stream() if session.device.type == "cuda" else None
+            with torch.no_grad(), torch.cuda.stream(stream):
+                for i in range(first, len(batches), 4):
+                    results[i] = call(batches[i])
+                if stream is not None:
+                    stream.synchronize()
+
+        if session.device.type == "cuda":
+            torch.cuda.synchronize()
+        in_threads(*(functools.partial(work, i) for i in range(4)))
+        return results
+
+    counters = setting.compare(program, compiler=compiler, outputs=outputs)
+    assert counters["replays"] >= 32
+    assert counters["plain_calls"] == 0
+    assert counters["recordings"] == (1 if outputs == "owned" else 2)
 
 
 def test_from_the_second_thread_on_results_are_copies(way):
@@ -147,6 +332,36 @@ def test_a_second_thread_comes_while_a_backward_is_pending(way):
     torch.testing.assert_close(w.grad, 2 * (batches[3] * w.detach()).cos() * batches[3])
 
 
+def test_a_reset_waits_for_no_call_of_another_thread():
+    """Called by torch's it has Dynamo's lock, which that call may want; what it has goes with the next call."""
+    inside, is_reset = threading.Event(), threading.Event()
+
+    def fn(x):
+        inside.set()
+        assert is_reset.wait(60)
+        return x.sin() + 1
+
+    def reset():
+        assert inside.wait(60)
+        cgpass.reset()
+        is_reset.set()
+
+    call, ones = cgpass.CUDAGraphWrapper(fn, options={"driver": "simulated"}), torch.ones(3)
+    is_reset.set()
+    for _ in range(3):
+        call(ones)
+    assert call.stats.recordings == 1
+    inside.clear()
+    is_reset.clear()
+    thread = threading.Thread(target=reset, daemon=True)
+    thread.start()
+    assert torch.equal(call(torch.ones(2)), torch.ones(2).sin() + 1)
+    thread.join(60)
+    for _ in range(2):
+        assert torch.equal(call(ones), ones.sin() + 1)
+    assert call.stats.recordings == 2
+
+
 # ---- transforms
 
 
@@ -218,33 +433,3 @@ def test_mixtral_trains_as_in_eager(compiler):
     for _ in range(3):
         torch.testing.assert_close(step(model, call, tokens), expected)
     torch.compiler.reset()
-
-
-def test_a_reset_waits_for_no_call_of_another_thread():
-    """Called by torch's it has Dynamo's lock, which that call may want; what it has goes with the next call."""
-    inside, is_reset = threading.Event(), threading.Event()
-
-    def fn(x):
-        inside.set()
-        assert is_reset.wait(60)
-        return x.sin() + 1
-
-    def reset():
-        assert inside.wait(60)
-        cgpass.reset()
-        is_reset.set()
-
-    call, ones = cgpass.CUDAGraphWrapper(fn, options={"driver": "simulated"}), torch.ones(3)
-    is_reset.set()
-    for _ in range(3):
-        call(ones)
-    assert call.stats.recordings == 1
-    inside.clear()
-    is_reset.clear()
-    thread = threading.Thread(target=reset, daemon=True)
-    thread.start()
-    assert torch.equal(call(torch.ones(2)), torch.ones(2).sin() + 1)
-    thread.join(60)
-    for _ in range(2):
-        assert torch.equal(call(ones), ones.sin() + 1)
-    assert call.stats.recordings == 2

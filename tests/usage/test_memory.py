@@ -1,0 +1,154 @@
+"""Memory is bounded: sizes share it, nothing grows, and all of it is returned."""
+
+import contextlib
+import gc
+import logging
+import sys
+
+import pytest
+import torch
+
+import cgpass
+from cgpass.runtime import owner as owners
+from tests.usage.programs import MLP, assert_steady, counted, learn, runners, trained_on
+
+
+def of_sizes(*sizes):
+    return trained_on(MLP, [(size, 8) for size in sizes], dynamic=True)
+
+
+def test_each_size_of_a_dynamic_shape_has_its_recording(setting):
+    counters = setting.compare(of_sizes(*[10, 6, 4] * 3))
+    assert_steady(counters, captured=2, recordings=6, warmups=6)
+
+
+def test_larger_sizes_that_come_later_have_smaller_ones_recorded_in_their_memory(setting):
+    counters = setting.compare(of_sizes(*[4, 6, 10] * 4))
+    # 4 and 6 once before a larger one came and once afterwards
+    assert_steady(counters, captured=2, recordings=10, warmups=6)
+
+
+def test_sizes_beyond_max_recordings_run_plainly_and_known_ones_replay(setting, caplog):
+    def program(session):
+        _, call = session.compiled(MLP, dynamic=True)
+        values = []
+        with torch.no_grad():
+            for size in [9, 8, 9, 8, *range(2, 8), 9, 8, 9, 8]:
+                values.append(call(session.randn(size, 8)))
+        return values
+
+    with caplog.at_level(logging.WARNING, "cgpass"):
+        counters = setting.compare(program, max_recordings=2)
+    assert counters["recordings"] == 2, counters
+    assert counters["plain_calls"] == 6, counters
+    assert counters["replays"] == 6, counters
+    assert counters["warmups"] == 2, counters
+    assert len([r for r in caplog.records if "max_recordings=2" in r.getMessage()]) == 1
+
+
+def recordings_of(owner):
+    """Every recording that lies in a pool of an owner's."""
+    return [recording for pool in owner._pools for recording in pool.recordings]
+
+
+def kept_by(runner):
+    """Lengths of what a runner and its owner keep."""
+    table, inputs, owner = runner.table, runner._inputs, runner.owner
+    return {
+        "keys": len(table.seen()),
+        "places": sum(map(len, inputs._known.values())),
+        "recordings": len(recordings_of(owner)),
+        "pools": len(owner._pools),
+        "placeholders": len(owner.placeholders),
+        "pool addresses": len(owner._pool_addresses),
+    }
+
+
+@contextlib.contextmanager
+def python_calls():
+    """Counts calls of Python functions."""
+    made = [0]
+
+    def count(frame, event, arg):
+        made[0] += event == "call"
+
+    sys.setprofile(count)
+    try:
+        yield made
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize(("training", "sizes"), [(False, 5000), (True, 600)])
+def test_nothing_grows_with_thousands_of_sizes(way, training, sizes, caplog):
+    """Only keys that were seen once do, up to as many as are kept."""
+    found, plain_results, calls_made = [], [], []
+
+    def program(session):
+        module, call = session.compiled(lambda: MLP(2, 1))
+        rows, others = session.randn(2 + sizes, 2), runners()
+        for number in range(sizes):
+            x = rows[: 2 + number]
+            torch._dynamo.mark_dynamic(x, 0)
+            looked_at = number in (100, sizes - 200, sizes - 1)
+            count = python_calls() if looked_at else contextlib.nullcontext()
+            with count as made, torch.set_grad_enabled(training):
+                loss = call(x).sum()
+            if training:
+                loss.backward()
+                module.zero_grad()
+            if looked_at:
+                ours = runners(others)
+                found.append([kept_by(runner) for runner in ours])
+                plain_results.extend(len(list(runner.owner.plain_results)) for runner in ours)
+                calls_made.append(made[0])
+        return [loss.detach()]
+
+    with counted() as counters:
+        way.run(program)
+    assert counters["graphs"] <= 2, "a graph for all sizes"
+    kept = [
+        {key for each in kept for key in each.items() if "keys" not in key[0]} for kept in found
+    ]
+    assert kept[0] == kept[1] == kept[2]
+    assert all(each["keys"] <= 64 + 2 * 2048 for each in found[-1])
+    assert max(plain_results) <= 64, plain_results
+    assert max(calls_made) < 1.5 * calls_made[0], calls_made
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1 + training, messages
+    assert all(
+        "never recorded, since each had a new value or layout of x.size(0)" in each
+        for each in messages
+    )
+
+
+# ---- what is returned
+
+
+def test_reset_frees_recordings_and_functions_stay_usable(setting):
+    def program(session):
+        module, call = session.compiled(MLP)
+        for number, batch in enumerate(session.batches(4, 8, count=9)):
+            if number in (3, 6):
+                cgpass.reset()
+            yield learn(module, call(batch).square().mean())
+
+    assert_steady(setting.compare(program), captured=2, recordings=6, warmups=6)
+
+
+def test_a_dropped_function_is_freed(setting):
+    before = set(owners._owners)
+
+    def program(session):
+        _, call = session.compiled(MLP)
+        for x in session.batches(4, 8, count=4):
+            call(x).sum().backward()
+        assert set(owners._owners) > before
+        return []
+
+    gc.collect()
+    before = set(owners._owners)
+    setting.run(program)
+    torch.compiler.reset()
+    gc.collect()
+    assert set(owners._owners) <= before
