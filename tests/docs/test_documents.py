@@ -58,6 +58,8 @@ def test_the_tests_that_prove_a_promise_exist(promise):
         r"^- `(tests/[\w/]+\.py)::(test_\w+)(?:\[(\w+)\])?`", promise, re.MULTILINE
     )
     assert len(named) == promise.count("\n- ")
+    (own,) = re.findall(r"Its tests:\s`(tests/usage/\w+\.py)`", promise)
+    assert own in [path for path, *_ in named]
     assert sum("tests/gpu/" not in path for path, *_ in named) >= 2  # on any machine
     for path, *names in named:  # a test, and a program of its table
         for name in filter(None, names):

@@ -251,9 +251,8 @@ def warned(caplog):
 
 def close(setting, program, **options):
     """As `Setting.compare`, for programs whose split changes what Inductor fuses."""
-    before = cgpass.counters()
-    ours = setting.run(program, **options)
-    counters = {key: value - before[key] for key, value in cgpass.counters().items()}
+    with counted() as counters:
+        ours = setting.run(program, **options)
     plain = setting.run(program, **options | {"driver": "none"})
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
