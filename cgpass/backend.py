@@ -107,7 +107,7 @@ def parse_options(options: Mapping[str, Any] | Options | None) -> Options:
         where = f"it is a setting of Inductor, so give it as options={{'inductor': {{{name!r}: {given[name]!r}}}}}"
         hint = _OURS.get(name, where)
         raise OptionError(f"cgpass: unknown option {name!r}; {hint}")
-    return Options.parse(options)
+    return Options._parse(options)
 
 
 def _check_names(options: Options) -> None:

@@ -33,10 +33,6 @@ class CaptureError(CGPassError, RuntimeError):
     """A partition could not be captured, and `on_skip="raise"` forbids running it without a graph."""
 
 
-class StagingError(CGPassError, RuntimeError):
-    """An input can't be put into the memory that a recording reads. Users never see it: the partition runs without a graph."""
-
-
 class PassError(CGPassError, RuntimeError):
     """A graph pass failed; names the pass, its stage and the passes that ran before it."""
 

@@ -38,7 +38,7 @@ class Options:
         >>> compiled = torch.compile(torch.sin, backend="cgpass", options={"outputs": "owned", "max_recordings": 8})
 
     Built directly, fields that you leave out have the defaults below. `torch.compile(..., options={...})` starts from the
-    process-wide defaults instead (`Options.parse`).
+    process-wide defaults instead.
 
     Raises:
         OptionError: A field has a value that is not allowed.
@@ -97,7 +97,7 @@ class Options:
             object.__setattr__(self, spec.name, value)
 
     @classmethod
-    def parse(cls, options: "Mapping[str, Any] | Options | None" = None) -> "Options":
+    def _parse(cls, options: "Mapping[str, Any] | Options | None" = None) -> "Options":
         """Read names and values that a user gave, over the process-wide defaults; an `Options` is complete in itself.
 
         Raises:

@@ -75,7 +75,7 @@ def make_graphed_callables(
         HookError: A hook returned something.
         CaptureError: A callable can't be captured; random number states, gradients and buffers are as before.
     """
-    given = GraphedOptions.parse(options)
+    given = GraphedOptions._parse(options)
     several = isinstance(callables, tuple)
     fns = callables if isinstance(callables, tuple) else (callables,)
     args = _each("sample_args", sample_args, (tuple, list), several)

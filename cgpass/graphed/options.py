@@ -89,7 +89,7 @@ class GraphedOptions:
                 )
 
     @classmethod
-    def parse(cls, options: "Mapping[str, Any] | GraphedOptions | None") -> "GraphedOptions":
+    def _parse(cls, options: "Mapping[str, Any] | GraphedOptions | None") -> "GraphedOptions":
         """Read the user's `options=`.
 
         Raises:

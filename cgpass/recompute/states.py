@@ -135,7 +135,7 @@ class Numbers:
         tracker, run = self._tracker, self._run
         spares = {} if run is None else run.recompute(self._starts, capturing=self._captured)
         if not self._captured and tracker is not None:
-            stack.enter_context(tracker.rewound(self._named, self._current))
+            stack.enter_context(tracker._rewound(self._named, self._current))
         for generator, state in self._values:
             set_state(generator, state)
         if self._captured and run is None:
@@ -146,7 +146,7 @@ class Numbers:
             default.graphsafe_set_state(spares[self._current])
             if tracker is not None:
                 named = {name: spares[name] for name in tracker.generators}
-                stack.enter_context(tracker.replaced(named, self._current))
+                stack.enter_context(tracker._replaced(named, self._current))
 
 
 class CheckpointStates:
@@ -211,7 +211,7 @@ class CheckpointStates:
         if self.device.type == "cpu":
             return {}
         tracker = self.tracker
-        default = default_generator(self.device) if tracker is None else tracker.default_state()
+        default = default_generator(self.device) if tracker is None else tracker._default_state()
         sources = {None: default, **({} if tracker is None else tracker.generators)}
         return {source: (g.initial_seed(), g.get_offset()) for source, g in sources.items()}
 

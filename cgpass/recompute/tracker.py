@@ -85,7 +85,7 @@ class RNGStatesTracker:
         """The states by name, live: who captures a graph registers them with it."""
         return MappingProxyType(self._generators)
 
-    def default_state(self) -> torch.Generator:
+    def _default_state(self) -> torch.Generator:
         """The device's default state, inside `fork` the one that comes back after it. CUDA only."""
         return default_generator(self.device) if self._outside is None else self._outside
 
@@ -175,7 +175,7 @@ class RNGStatesTracker:
         self._generators.clear()
 
     @contextlib.contextmanager
-    def rewound(self, states: Mapping[str, torch.Tensor], current: str | None) -> Iterator[None]:
+    def _rewound(self, states: Mapping[str, torch.Tensor], current: str | None) -> Iterator[None]:
         """Have every state be as it was for a block, in `fork(current)` or in none, then as it is now.
 
         The value of the default state is the caller's to set inside of the block and after it.
@@ -192,7 +192,7 @@ class RNGStatesTracker:
                     set_state(self._known(name), state)
 
     @contextlib.contextmanager
-    def replaced(
+    def _replaced(
         self, generators: Mapping[str, torch.Generator], current: str | None
     ) -> Iterator[None]:
         """Have other generators stand for the names for a block."""

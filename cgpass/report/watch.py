@@ -20,7 +20,7 @@ import torch
 from cgpass import telemetry, torch_private
 from cgpass.compile.facts.breaks import graph_breaks, left_to_eager, recompiled
 from cgpass.compile.facts.lines import place_of
-from cgpass.options import Options
+from cgpass.options import current_defaults
 from cgpass.report.model import CopiedInput, GraphReport, PartitionReport
 from cgpass.report.report import Report
 from cgpass.runtime import native
@@ -89,7 +89,7 @@ def _report(
     }
     pools = [n for owner in owners(before) if (n := owner.driver.pool_bytes()) is not None]
     on_cuda = torch.cuda.is_initialized()  # asking for the name would do that
-    simulated = "simulated" in ({g.driver for g in graphs} - {None} or {Options.parse(None).driver})
+    simulated = "simulated" in ({g.driver for g in graphs} - {None} or {current_defaults().driver})
     return Report(
         cgpass=VERSION,
         torch=torch.__version__,

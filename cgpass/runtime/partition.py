@@ -35,7 +35,7 @@ import torch
 
 from cgpass import torch_private
 from cgpass.compile.facts.input_info import InputInfo
-from cgpass.errors import CaptureError, StagingError, StaticInputMovedError
+from cgpass.errors import CaptureError, StaticInputMovedError
 from cgpass.options import Options
 from cgpass.runtime.changes import mend, open_modes
 from cgpass.runtime.driver import BoxedCallable, is_capture_error
@@ -51,7 +51,7 @@ from cgpass.runtime.inputs import (
 )
 from cgpass.runtime.outputs import Uses
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.recording import Recorder, Recording
+from cgpass.runtime.recording import Recorder, Recording, StagingError
 from cgpass.runtime.rng import distances, forward_states, note_replayed, put_on_the_device
 from cgpass.runtime.table import RecordingTable, Seen
 from cgpass.runtime.writes import Changes

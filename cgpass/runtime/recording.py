@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cgpass import torch_private
-from cgpass.errors import StagingError
+from cgpass.errors import CGPassError
 from cgpass.runtime import fast
 from cgpass.runtime.driver import BoxedCallable, CapturedGraph
 from cgpass.runtime.inputs import (
@@ -33,6 +33,10 @@ from cgpass.telemetry import CallStats
 
 if TYPE_CHECKING:
     from cgpass.runtime.partition import PartitionRunner
+
+
+class StagingError(CGPassError, RuntimeError):
+    """An input can't be put into the memory that a recording reads; the partition runs without a graph."""
 
 
 @dataclass(eq=False, repr=False)

@@ -79,7 +79,7 @@ class CUDAGraphWrapper:
         """
         self._fn = fn
         self._static = tuple(static_input_indices)
-        self._options = Options.parse(options)
+        self._options = Options._parse(options)
         self._name = name or getattr(fn, "__qualname__", type(fn).__name__)
         self._runner: PartitionRunner | None = None
         self._warned = False

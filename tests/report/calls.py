@@ -4,9 +4,9 @@ import contextlib
 
 import torch
 
-from cgpass.errors import StagingError
 from cgpass.options import Options
 from cgpass.runtime.owner import Owner
+from cgpass.runtime.recording import StagingError
 from cgpass.runtime.simulated import SimulatedDriver
 from tests.unit.runtime.runners import COPIED, POOLED, STATIC, SYMINT, call, runner
 

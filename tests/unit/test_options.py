@@ -10,19 +10,19 @@ from cgpass.options import Options, current_defaults, set_defaults
 def test_what_is_given_goes_before_defaults_and_those_before_the_environment(monkeypatch):
     monkeypatch.setenv("CGPASS_DRIVER", "none")
     set_defaults(rng="paired")
-    assert Options.parse(None) == Options.parse({}) == Options(rng="paired", driver="none")
+    assert Options._parse(None) == Options._parse({}) == Options(rng="paired", driver="none")
     with set_defaults(rng="exact", driver="cuda") as inside:
         assert inside == current_defaults() == Options(driver="cuda")
         with set_defaults(driver="simulated"):
-            assert Options.parse({"max_recordings": 3}).driver == "simulated"
-        assert Options.parse({"driver": "cuda"}).driver == "cuda"
+            assert Options._parse({"max_recordings": 3}).driver == "simulated"
+        assert Options._parse({"driver": "cuda"}).driver == "cuda"
     with pytest.raises(ZeroDivisionError), set_defaults(driver="cuda"):
         raise ZeroDivisionError
     with pytest.raises(OptionError):
         set_defaults(driver="cuda", rng="no")
     assert current_defaults() == Options(rng="paired", driver="none")
     given = Options(unsafe_ops=["b::c", "a::b"], inductor={"x": [1]})
-    assert Options.parse(given) is given, "complete ones"
+    assert Options._parse(given) is given, "complete ones"
     same = Options(unsafe_ops=("a::b", "b::c"), inductor={"x": [1]})
     assert (given, hash(given)) == (same, hash(same))
     assert given != Options(unsafe_ops=given.unsafe_ops)
@@ -108,7 +108,7 @@ NAMES = "must hold names of the form 'ns::op' or 'ns::op.overload', got"
 )
 def test_what_is_refused_and_how(given, message):
     with pytest.raises(OptionError) as caught:
-        Options.parse(given)
+        Options._parse(given)
     assert str(caught.value) == f"cgpass: {message}"
 
 
