@@ -141,8 +141,14 @@ class TrainStep:
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
         >>> step = cgpass.train_step(lambda x: model(x).square().mean(), optimizer, max_norm=1.0)
         >>> losses = [step(torch.ones(4, 8)) for _ in range(5)]
-        >>> step.later_calls  # all but the first, which runs in pieces
-        4
+        >>> step.later_calls, step.graph_calls, step.grad_norm > 0
+        (4, 4, tensor(True))
+        >>> step.flush()  # no call waits for others, as with `accumulate`
+        False
+        >>> print(step.explain())
+        train_step of <lambda>: 5 calls, 4 as a whole, 1 in pieces
+          1 in pieces: the first call of a variant
+          one graph, recorded 1 time and replayed 3 times: ...
     """
 
     def __init__(

@@ -326,7 +326,7 @@ class CheckpointedGraph(torch.cuda.CUDAGraph):
         >>> graph = cgpass.CheckpointedGraph()
         >>> with graph.warm_up():  # at least once, on a side stream as for any graph
         ...     step()
-        >>> with torch.cuda.graph(graph):
+        >>> with torch.cuda.graph(graph):  # calls graph.capture_begin() and graph.capture_end()
         ...     step()
         >>> graph.replay()
 

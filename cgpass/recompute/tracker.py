@@ -58,8 +58,16 @@ class RNGStatesTracker:
     Examples:
         >>> tracker = cgpass.RNGStatesTracker()
         >>> tracker.add("model-parallel-rng", 1234)  # plus the rank
+        >>> states = tracker.get_states()
         >>> with tracker.fork():  # the default generator goes on after it as if nothing had been drawn
-        ...     x = torch.nn.functional.dropout(torch.ones(4))
+        ...     x = torch.rand(4, device=tracker.device)
+        >>> tracker.set_states(states)
+        >>> with tracker.fork():
+        ...     torch.equal(x, torch.rand(4, device=tracker.device))
+        True
+        >>> tracker.reset()
+        >>> len(tracker.generators)
+        0
 
     On CUDA `fork` exchanges handles of states, which works while a graph is being captured; the states have to be
     registered with that graph (`generators.values()`, or `cgpass.CheckpointedGraph(rng_tracker=...)`). On CPU it copies

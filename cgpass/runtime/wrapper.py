@@ -38,6 +38,9 @@ class CUDAGraphWrapper:
         >>> scaled = cgpass.CUDAGraphWrapper(lambda x, factor: (x * factor).relu())
         >>> [scaled(torch.tensor([float(i)]), 2).item() for i in range(4)]
         [0.0, 2.0, 4.0, 6.0]
+        >>> scaled.stats.warmups, scaled.stats.recordings, scaled.stats.replays
+        (1, 1, 3)
+        >>> scaled.close()
 
     Call `fn` with positional arguments, under `torch.no_grad()`. It may return any nested structure of plain tensors and other
     values. New tensors that it returns may be no subclass (nor `torch.nn.Parameter`) and may not require grad: such a call
