@@ -34,8 +34,6 @@ class Report(Facts):
         >>> report.save("report.json")
         >>> cgpass.Report.load("report.json") == cgpass.Report.from_dict(report.to_dict()) == report
         True
-        >>> '"plain_calls": 0' in report.to_json()
-        True
     """
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,10 +80,6 @@ class Report(Facts):
             raise ReportError(f"{path} is not JSON: {error}") from error
         return cls.from_dict(data)
 
-    def to_json(self) -> str:
-        """JSON text of `to_dict`."""
-        return json.dumps(self.to_dict(), indent=2)
-
     def save(self, path: str | Path) -> None:
         """Write the report to a file.
 
@@ -120,7 +114,7 @@ def html(report: Facts) -> str:
 
 
 WRITERS: Final[dict[str, Callable[[Report], str]]] = {
-    ".json": Report.to_json,
+    ".json": lambda report: json.dumps(report.to_dict(), indent=2),
     ".html": html,
     ".txt": str,
 }
@@ -188,16 +182,8 @@ def _figures(report: Report) -> dict[str, str]:
 _NUMBER: Final = re.compile(r"\d+(?:\.\d+)?|(?<=\bcall)s\b")
 
 
-def _told(report: Report) -> dict[tuple[str | None, ...], str]:
-    """Texts of all reasons, by what stays the same where lines move and calls are more: the code that is written there, too."""
-    told: dict[tuple[str | None, ...], str] = {}
-    for each in report.reasons:
-        code, cause = (each.line or "").partition(": ")[2], _NUMBER.sub("", each.detail)
-        told[each.code, each.rest, each.op or cause, code] = str(each)
-    for graph, part in ((g, part) for g in report.graphs for part in g.partitions):
-        for _, each in text.events(f"{graph.name}, {part.name}", part):
-            told[each.code, each.op, _NUMBER.sub("", str(each.line))] = str(each)
-    for name, *lines in (other.splitlines() for other in report.others):
-        name = name.partition(":")[0]
-        told |= {(name, _NUMBER.sub("", each)): f"{name}: {each.strip()}" for each in lines}
-    return told
+def _told(report: Report) -> dict[str, str]:
+    """Lines on what costs time, by what stays the same where code moves and calls are more."""
+    lines = [f"{each.line}: {text.what(each)}; {each.fix}" for each in text.findings(report)]
+    lines += [line.strip() for other in report.others for line in other.splitlines()]
+    return {_NUMBER.sub("", line): line for line in lines}

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import json
 import re
 import weakref
 from typing import NamedTuple
@@ -204,7 +205,7 @@ def test_compilations_that_are_alike_are_told_of_once():
 def test_simulated_graphs_are_no_measure_of_speed():
     report = cgpass.explain(split, X, compare=True, options={"unsafe_ops": ("aten::tanh",)})
     assert [part.name for part in report.partitions] == ["captured_0", "eager_1"]
-    assert set(re.findall(r'ms": (.*?),?$', report.to_json(), re.MULTILINE)) == {"null"}
+    assert set(re.findall(r'ms": (.*?)[,}]', json.dumps(report.to_dict()))) == {"null"}
     assert not re.search(r"\d ms\b", str(report))
     assert report.device.startswith("cpu (simulated graphs: ")
 
