@@ -107,7 +107,7 @@ def _own_code() -> str:
 
 
 def _is_of_others(target: object) -> bool:
-    """Tell if it is an operator whose formulas somebody may change without torch's key noticing."""
+    """Tell if it is an operator of another namespace, whose formulas may change without torch's key noticing."""
     is_operator = isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
     return is_operator and str(target).partition(".")[0] not in torch_private.NAMESPACES
 

@@ -78,7 +78,8 @@ def make_graphed_callables(
     given = GraphedOptions._parse(options)
     several = isinstance(callables, tuple)
     fns = callables if isinstance(callables, tuple) else (callables,)
-    args = _each("sample_args", sample_args, (tuple, list), several)
+    num_samples = len(fns) if several and given.order is None else None
+    args = _each("sample_args", sample_args, (tuple, list), several, num_samples)
     kwargs = [{}] * len(args)
     if sample_kwargs is not None:
         kwargs = _each("sample_kwargs", sample_kwargs, (Mapping,), several, len(args))
@@ -212,6 +213,7 @@ def _each(
     fits = isinstance(found, tuple | list) and all(isinstance(each, kinds) for each in found)
     if not fits or (count is not None and len(found) != count):
         form = f"a {kinds[0].__name__.lower()}" + " for each callable or sample" * several
+        form += "" if count is None or not several else f", {count} in all"
         entries = [type(each).__name__ for each in found] if isinstance(found, tuple | list) else []
         raise GraphedArgumentError(
             f"make_graphed_callables: {what} must be {form}, got {', '.join(entries) or type(given).__name__}."

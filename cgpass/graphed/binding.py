@@ -120,9 +120,12 @@ class Binding:
             return list(args), ()
         leaves, spec = _flattened(args, kwargs)
         if spec != self._structure.spec:
+            found, wanted = dict.fromkeys(_names(args, kwargs, len(leaves))), self._names
+            said = [f"no {name}" for name in wanted if name not in found]
+            said += [f"{name} besides" for name in found if name not in wanted]
             raise InputError(
-                f"{self._name}: its arguments have another structure than the sample's. Expected {self._structure.spec}, got "
-                f"{spec}. Call it as the sample does, with the keys of dictionaries in the same order."
+                f"{self._name}: its arguments have another structure than the sample's: "
+                f"{', '.join(said) or 'other containers, or keys in another order'}. Call it as the sample does."
             )
         for i, value in self._constants:
             are_flags = type(leaves[i]) is type(value) is bool

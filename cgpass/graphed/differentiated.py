@@ -71,6 +71,8 @@ class Differentiated:
         """Of `leaves`, those that the graph leads to, in order."""
         self.keeps_inputs = False
         """True if something keeps arguments that does not tell, as a warm-up finds."""
+        self.recomputes_once = False
+        """True if a checkpoint inside has a context that recomputes once, which the recording did."""
 
     # ---- forward
 
@@ -209,6 +211,7 @@ class Differentiated:
         for each, hook in zip(saved, hooks, strict=True):
             checkpoint = getattr(hook, "__self__", None)
             if isinstance(checkpoint, Checkpoint):
+                self.recomputes_once |= checkpoint.has_context
                 yield each, checkpoint
             elif hook is None:
                 yield each, None
@@ -288,9 +291,6 @@ class Differentiated:
             found = [None if t.grad is None else t.grad.clone() for t in stand_ins]
             for stand_in in stand_ins:
                 stand_in.grad = None
-        made = {n for n, t in enumerate(stand_ins) if found[n] is None and t.requires_grad}
-        named = zip(self._statics.names, self._stand_in_of, strict=True)
-        self._d.never_left_out |= {name for name, n in named if n in made}
         return found
 
 

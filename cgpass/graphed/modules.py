@@ -33,7 +33,7 @@ _HOOKS = re.compile("_(forward|backward)_.*hooks.*")
 """Dictionaries of a module's hooks around its calls."""
 _MEMBERS = ("_modules", "_parameters", "_buffers")
 _OWN_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_ACCUMULATED = "main_grad"
+ACCUMULATED = "main_grad"
 """An attribute of parameters to which the backwards of Megatron and TransformerEngine add gradients."""
 
 
@@ -94,6 +94,11 @@ class Target:
                 if "torch." in base.__module__ and base.__name__ in _REFUSED:
                     kind = type(inner).__name__ + f" at {path!r}" * bool(path)
                     raise self.refusal(_REFUSED[base.__name__].format(kind))
+            if self.backward_dw is None and _delays(inner, False):
+                raise self.refusal(
+                    f"has a module, {path or type(inner).__name__}, that leaves gradients to its backward_dw(). Record that one by itself, "
+                    "or have what you give offer a backward_dw() that calls it"
+                )
         given: Any = vars(self.given) if self.is_module else {}
         hooks = [kind for kind in _OWN_HOOKS if given.get(kind)]
         if hooks:
@@ -111,9 +116,8 @@ class Target:
     @property
     def backward_dw(self) -> Callable[[], Any] | None:
         """Return the function that computes the gradients that the backward leaves out, if there is one."""
-        needed = getattr(self.plain, "need_backward_dw", True)
-        is_needed = needed() if callable(needed) else needed
-        return getattr(self.plain, "backward_dw", None) if is_needed else None
+        holder = self.plain if self.around is None else self.around
+        return getattr(holder, "backward_dw", None) if _delays(holder, True) else None
 
     def graphed(self, function: Any) -> torch.nn.Module:
         """Return a module with the attributes of `plain` whose forward is a `GraphedFunction`.
@@ -141,13 +145,11 @@ class Target:
             _ORIGINAL: kind,
             "__reduce_ex__": lambda self, protocol: _any_class(alone(self).__reduce_ex__(protocol)),
             "forward": forward,
-            "graphed": function,
         }
         if hasattr(kind, "__deepcopy__"):
             members["__deepcopy__"] = lambda self, memo: alone(self).__deepcopy__(memo)
-        for name in ("reset", "close"):
-            if not hasattr(kind, name):
-                members[name] = getattr(function, name)
+        added = {"graphed": function, "reset": function.reset, "close": function.close}
+        members |= {name: each for name, each in added.items() if not hasattr(self.plain, name)}
         if function.makes_weight_grads is not None:
 
             def backward_dw(self: Any) -> None:
@@ -159,6 +161,12 @@ class Target:
         object.__setattr__(module, "__dict__", vars(self.plain))
         the_one = weakref.ref(module)
         return module
+
+
+def _delays(holder: Any, otherwise: bool) -> bool:
+    """Tell whether `backward_dw()` has to follow a backward, if that can be known."""
+    needed = getattr(holder, "need_backward_dw", otherwise)
+    return bool(needed() if callable(needed) else needed)
 
 
 _ORIGINAL = "_class_without_graphs"
@@ -229,8 +237,8 @@ class Statics:
                         entries.append((holder, key, said))
                         continue
                     full = f"{path}.{key}".lstrip(".")
-                    if _ACCUMULATED in vars(value):
-                        entries.append((vars(value), _ACCUMULATED, f"{full}.{_ACCUMULATED}"))
+                    if ACCUMULATED in vars(value):
+                        entries.append((vars(value), ACCUMULATED, f"{full}.{ACCUMULATED}"))
                     if value.device == device:
                         check_tensor(f"{name}: {full}", value, device)
                         self._dicts.append(holder)

@@ -112,7 +112,7 @@ class Pair:
         while number < iterations:
             number += 1
             self._forward(run, _copies)
-            self._backward(run)
+            self._backward(run, warms_up=True)
             d.stats.warmups += 1
             if not d.statics.unchanged():  # by a first call
                 d.find_statics()
@@ -179,7 +179,7 @@ class Pair:
         forward.hand_out(first)
         self._written = [i for i in sorted(forward.written) if i < end]
         shown = {n: alias for n, alias in forward.views.items() if n < first}
-        self._given = [n for n in shown if n in graph.with_grad]
+        self._given = [(n, shown[n].index) for n in shown if n in graph.with_grad]
         self._cut_off = [
             n for n in shown if n not in graph.with_grad and self.description.with_grad
         ]
@@ -206,7 +206,7 @@ class Pair:
         read = graph.read.union(alias.index for alias in self._views.values())
         self._take_read = fast.taker(tuple(read))
 
-    def _backward(self, execute: Execute) -> list[Any]:
+    def _backward(self, execute: Execute, *, warms_up: bool = False) -> list[Any]:
         """Run the backward of the forward that was run, on gradients of zeros, if it has one."""
         d = self.description
         results, saved, members = self._held
@@ -225,9 +225,15 @@ class Pair:
         grads.clear()
         self._backward_key = fast.layouts(members)  # by now hooks may have moved them
         found = execute(self._run_graph, args, kinds, "backward")
-        self._splits = d.leaves_gradients_out()
-        if self._splits:
-            execute(self._make_weight_grads, list(members), static, "backward_dw")
+        if d.makes_weight_grads is not None and (warms_up or self._splits):
+            made: Any = None
+            try:
+                made = execute(self._make_weight_grads, list(members), static, "backward_dw")
+            except Exception:
+                if not warms_up:  # there it may have nothing to do: weights are frozen
+                    raise
+            if warms_up:
+                self._splits = d.note_left_out(made)
         d.run_hook("backward")
         return found
 
@@ -331,15 +337,16 @@ class Pair:
         wanted = self._take_wanted(args)
         if not with_grad or not graph.with_grad or not any(t.requires_grad for t in wanted):
             return results
-        for n in self._given:
+        for n, _ in self._given:
             results[n] = results[n].detach()  # the call's own argument gets no history
         call = Call(self, args[self._num_inputs :], position)
         self._call = weakref.ref(call)
         checked = [*self._take_shared(results), *self._take_read(args)]
         where = wanted, self._edges, results, graph.with_grad
         fast.attach(_run_backward, call, *where, checked, (), "GraphedBackward")
-        for n in self._given:
-            results[n] = _Given.apply(results[n])
+        for n, i in self._given:
+            is_leaf = not args[i].requires_grad  # other than the sample's
+            results[n] = results[n].detach() if is_leaf else _Given.apply(results[n])
         return results
 
     def _replay(self, recording: Recording, args: list[Any]) -> list[Any]:
@@ -377,6 +384,11 @@ class Pair:
                 found = self._replay(backward, [*self._nothing, *grads])
             else:
                 why = "its graphs were freed" if backward is None else "its parameters moved"
+                if self.graph.recomputes_once:
+                    raise GraphedBackwardError(
+                        f"{call.name}: {why} between a forward and its backward. The context_fn of a checkpoint in it allows no "
+                        "further recomputation: run the backward before."
+                    )
                 d.tell(f"runs a backward without a graph: {why}.")
                 d.stats.why[f"a backward, since {why}"] += 1
                 d.stats.plain_calls += 1

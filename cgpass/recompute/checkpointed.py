@@ -148,6 +148,11 @@ class Checkpoint:
         return getattr(self._fn, "__qualname__", None) or type(self._fn).__qualname__
 
     @property
+    def has_context(self) -> bool:
+        """Tell whether a `context_fn` takes part in recomputations; a selective one allows only one of them."""
+        return not isinstance(self._context, contextlib.nullcontext)
+
+    @property
     def keeper(self) -> Any:
         """The node that the tensors among its arguments are saved on."""
         return self._arguments.output.grad_fn

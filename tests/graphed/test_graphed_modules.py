@@ -115,3 +115,31 @@ def test_methods_of_a_modules_own_are_left_alone(setting):
     assert graphed.reset() == "its own"
     graphed.graphed.reset()
     assert not graphed.graphed._pairs
+
+
+class Gated(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.reset, self.graphed = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.graphed(x) * self.reset(x).sigmoid()
+
+
+def test_members_with_the_names_of_methods_are_there(setting):
+    graphed = setting.graphed(setting.module(Gated()), (setting.randn(2, 4),))
+    assert graphed.reset.weight.shape == graphed.graphed.weight.shape
+    graphed.close()
+
+
+class PassesOn(torch.nn.Linear):
+    def forward(self, x, bias):
+        return super().forward(x) + bias, bias
+
+
+def test_what_is_passed_on_requires_grad_if_it_did(setting):
+    samples = setting.randn(3, 4, grad=True), setting.randn(3, 4, grad=True)
+    graphed = setting.graphed(setting.module(PassesOn(4, 4)), samples)
+    _, passed = graphed(setting.randn(3, 4), setting.randn(3, 4))
+    assert not passed.requires_grad
+    passed.add_(1)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as torchs
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import cgpass
 from tests.graphed.steps import Layer, check, clear_grads, rng_state, same, same_grads
@@ -197,3 +198,21 @@ def test_each_backward_rewinds_to_its_own_forward(setting):
     for k in (1, 0, 2):
         outs[k].sum().backward()
     assert rewound == [1, 0, 2]
+
+
+def test_a_selective_checkpoint_whose_graph_is_lost(setting):
+    """Torch allows one recomputation, and the recording made it."""
+    policy = [torch.ops.aten.mm.default]
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    layer = setting.module(torch.nn.Linear(4, 4))
+
+    def fn(x):
+        return cgpass.checkpoint(lambda h: layer(h).sin(), x, context_fn=contexts)
+
+    graphed = setting.graphed(fn, (setting.randn(3, 4, grad=True),), modules=(layer,))
+    out = graphed(setting.randn(3, 4))
+    graphed.reset()
+    with pytest.raises(cgpass.errors.GraphedBackwardError, match="its graphs were freed between"):
+        out.sum().backward()
+    x = setting.randn(3, 4)
+    same(graphed(x), fn(x))

@@ -160,6 +160,85 @@ def test_weights_that_were_frozen_at_first(setting, frozen):
         same_grads(module, plain)
 
 
+class Fused(Tolerant):
+    """Adds to `main_grad`, and leaves `.grad` alone."""
+
+    def backward_dw(self):
+        grad, x, _ = self.later.pop(0)
+        self.weight.main_grad.addmm_(grad.t(), x)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients_that_are_added_elsewhere(setting, frozen):
+    module, plain = twins(setting, Fused())
+    for each in (module, plain):
+        each.weight.main_grad = torch.zeros_like(each.weight)
+        each.weight.requires_grad_(not frozen)
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    for wanted in (True, True, False, True):
+        x = setting.randn(4, 8)
+        for fn in (graphed, plain):
+            fn.weight.requires_grad_(wanted)
+            fn(x).square().sum().backward()
+            if wanted:
+                fn.backward_dw()
+        same(module.weight.main_grad, plain.weight.main_grad)
+    same_grads(module, plain)
+
+
+class OneOfTwo(TwoTolerant):
+    def forward(self, x, first):
+        return self.a(x) if first else self.b(x)
+
+
+def test_a_flag_tells_which_weights_are_left_out(setting):
+    module, plain = twins(setting, OneOfTwo())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True), True))
+    for first in (True, False, True, False, False):
+        x = setting.randn(4, 8)
+        for fn in (graphed, plain):
+            fn(x, first).square().sum().backward()
+            fn.backward_dw()
+        same_grads(module, plain)
+
+
+class InTraining(TwoTolerant):
+    """Leaves weights' gradients out while it trains."""
+
+    def forward(self, x):
+        if not self.training:
+            return (x @ self.a.weight.t()).tanh()
+        return self.a(x).tanh()
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_gradients_that_are_left_out_in_training_alone(setting, resets):
+    graphed, module, plain = graphed_twins(setting, InTraining(), grad=True)
+    for trains in (True, False, True):
+        x = setting.randn(4, 8)
+        for fn in (graphed, plain):
+            fn.train(trains)
+            if resets and fn is graphed:
+                fn.reset()
+            fn(x).square().sum().backward()
+            if trains:
+                fn.backward_dw()
+        same_grads(module, plain)
+
+
+def test_a_module_inside_that_leaves_gradients_out_is_refused(setting):
+    module, plain = twins(setting, Split())
+    for fn, modules in ((torch.nn.Sequential(module), ()), (lambda x: module(x) * 2, (module,))):
+        with pytest.raises(cgpass.errors.GraphedArgumentError, match="Record that one by itself"):
+            setting.graphed(fn, (setting.randn(4, 8),), modules=modules)
+    graphed = setting.graphed(module.forward, (setting.randn(4, 8, grad=True),))
+    x = setting.randn(4, 8)
+    for fn in (graphed, plain):
+        fn(x).sum().backward()
+        fn.backward_dw()
+    same_grads(module, plain)
+
+
 class View(Split):
     def forward(self, x):
         return super().forward(x).view(2, 2, 8)
