@@ -352,19 +352,19 @@ class GraphedFunction:
                 return
 
     def _complete_plainly(self) -> bool:
-        """Have the callable complete a backward of its own; returns False if that left nothing out, and more is due."""
+        """Have the callable complete a backward of its own; returns False if that left nothing out, and a graph's is due."""
         held = [each for each in self.statics.held() if isinstance(each, torch.Tensor)]
         before = [(each.grad, getattr(each.grad, "_version", 0)) for each in held]
         assert self.makes_weight_grads is not None
         try:
             self.makes_weight_grads()
         except Exception:
-            if not self.due:
+            if not any(self.due):  # it is none of a graph's
                 raise
             return False
         pairs = zip(held, before, strict=True)
         made = any(t.grad is not g or getattr(t.grad, "_version", 0) != v for t, (g, v) in pairs)
-        return made or not self.due or self._adds_elsewhere()
+        return made or not any(self.due) or self._adds_elsewhere()
 
 
 @torch_private.outside_dynamo

@@ -226,6 +226,21 @@ def test_gradients_that_are_left_out_in_training_alone(setting, resets):
         same_grads(module, plain)
 
 
+def test_an_error_of_the_modules_own_is_raised(setting):
+    graphed, module, plain = graphed_twins(setting, Split(), grad=False)
+    graphed.close()
+    x = setting.randn(4, 8)
+    for fn in (graphed, plain):
+        fn(x).sum().backward()
+        fn(x * 2).sum().backward()
+    module.later.insert(0, "no activation")
+    with pytest.raises(ValueError, match="unpack"):
+        graphed.backward_dw()
+    for fn in (graphed, plain):
+        fn.backward_dw()
+    same_grads(module, plain)
+
+
 def test_a_module_inside_that_leaves_gradients_out_is_refused(setting):
     module, plain = twins(setting, Split())
     for fn, modules in ((torch.nn.Sequential(module), ()), (lambda x: module(x) * 2, (module,))):
