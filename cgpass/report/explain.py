@@ -101,7 +101,7 @@ def explain(
     _check(fn, optimizer)
     args, kwargs = _spread(args, kwargs)
     inner = inspect.unwrap(fn, stop=inspect.ismethod)
-    used = [fn, *_used(inner), *pytree.tree_leaves((args, kwargs, optimizer))]
+    used = [*_used(fn), *pytree.tree_leaves((args, kwargs, optimizer))]
     bound = getattr(inner, "__self__", None)
     if isinstance(bound, torch.optim.Optimizer) or any(isinstance(u, TrainStep) for u in used):
         raise InputError(
@@ -207,20 +207,37 @@ def _differentiated(result: Any) -> list[torch.Tensor]:
 
 
 def _used(fn: Any) -> list[Any]:
-    """List a function, what it is bound to or given ahead, and what it names itself."""
-    found = [fn]
-    if isinstance(fn, functools.partial):
-        found += fn.func, fn.args, fn.keywords
-        fn = fn.func
-    if isinstance(fn, types.MethodType):
-        found += fn.__self__, *getattr(fn.__self__, "__dict__", {}).values()
-        fn = fn.__func__
-    if isinstance(fn, types.FunctionType):
-        cells = [each for each in fn.__closure__ or () if each != types.CellType()]
-        loads = [each for each in dis.get_instructions(fn) if each.opname == "LOAD_GLOBAL"]
-        found += [cell.cell_contents for cell in cells]
-        found += [fn.__globals__.get(load.argval) for load in loads]
+    """List a function, what it is bound to or given ahead, and what it names itself; so of each function that it wraps."""
+    found, chain = list[Any](), [fn]
+    for each in chain:
+        found.append(each)
+        if isinstance(each, functools.partial):
+            found += each.args, each.keywords
+            chain.append(each.func)
+        elif isinstance(each, types.MethodType):
+            found += each.__self__, *getattr(each.__self__, "__dict__", {}).values()
+            chain.append(each.__func__)
+        elif isinstance(each, types.FunctionType):
+            cells = [cell for cell in each.__closure__ or () if cell != types.CellType()]
+            found += [cell.cell_contents for cell in cells]
+            found += each.__defaults__, each.__kwdefaults__
+            found += [each.__globals__.get(name) for name in _globals_of(each.__code__)]
+            chain += [each.__wrapped__] if hasattr(each, "__wrapped__") else []
+        elif isinstance(each, torch.nn.Module):
+            forward = getattr(each, "_orig_mod", each).forward
+            chain.append(getattr(forward, "__func__", forward))
+        else:
+            found += getattr(each, "__dict__", {}).values()
+            call = type(each).__call__
+            chain += [call] if isinstance(call, types.FunctionType) else []
     return pytree.tree_leaves(found)
+
+
+def _globals_of(code: types.CodeType) -> list[str]:
+    """Names of the globals that a function's code reads, and that of functions and comprehensions in it."""
+    loads = [each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"]
+    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    return loads + [name for each in inner for name in _globals_of(each)]
 
 
 def _restored(

@@ -389,6 +389,52 @@ def test_what_holds_a_model_is_put_back_with_it(make):
     assert all(torch.equal(value, before[name]) for name, value in after.items())
 
 
+norm = nn.BatchNorm1d(8)
+
+
+def of_globals(x):
+    return sum((lambda z: norm(z).sum())(y) for y in x.chunk(2))
+
+
+class CallsGlobal(nn.Module):
+    def forward(self, x):
+        return norm(x).sum()
+
+
+class Task:
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, x):
+        return self.model(x).sum()
+
+
+def decorated(model):
+    @functools.wraps(update)
+    def wrapper(x):
+        return model(x).sum()
+
+    return wrapper
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: of_globals,
+        lambda model: lambda x, model=model: model(x).sum(),
+        lambda model: lambda x, *, model=model: model(x).sum(),
+        lambda model: CallsGlobal(),
+        Task,
+        decorated,
+    ],
+)
+def test_whatever_a_function_names_itself_is_restored(make, monkeypatch):
+    model = nn.BatchNorm1d(8)
+    monkeypatch.setitem(globals(), "norm", model)
+    cgpass.explain(make(model), X)
+    assert model.num_batches_tracked == 0
+
+
 def test_state_of_optimizers_returns_to_the_tensors_that_had_it():
     param = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
     rate = torch.tensor(0.1)
