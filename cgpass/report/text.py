@@ -144,8 +144,7 @@ def _found(report: Facts) -> Iterator[tuple[float, Reason]]:
         if reason.rest is not None:
             where = f"{reason.rest} runs in eager{f' because of {where}' if where else ''}"
         yield math.inf, replace(reason, line=where, detail=detail)
-    for reason in report.recompilations:
-        yield 0, reason
+    yield from ((math.inf, reason) for reason in report.recompilations)  # each took seconds
     for graph in report.graphs:
         weight = graph.calls * graph.num_ops
         yield from ((weight, replace(r, line=r.line or graph.name)) for r in graph.why)

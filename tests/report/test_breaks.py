@@ -5,6 +5,7 @@ import logging
 import os
 import traceback
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ import cgpass
 from cgpass import torch_private
 from cgpass.compile.facts import breaks
 from cgpass.report import check
+from cgpass.report.model import GraphReport, PartitionReport
 from cgpass.report.report import Report
+from cgpass.report.text import findings
+from cgpass.telemetry.reason import Reason
 from tests.report.samples import joined
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
@@ -336,6 +340,22 @@ def test_a_break_that_gives_up_all_of_a_function_is_named_until_a_reset():
 def test_causes_of_recompilations(text, expected):
     cause, line, hint = breaks._cause(text)
     assert (cause, line, hint and hint[0]) == expected
+
+
+def test_each_cause_at_a_line_is_told_with_its_own_count_before_what_costs_less():
+    call = torch.compile(chain, backend="cgpass", dynamic=False)
+    with cgpass.explain() as report:
+        for x in (X, X[:3], X[:2], X.double()):
+            for _ in range(4):
+                call(x.clone())
+    sizes, dtype = report.recompilations
+    assert [sizes.count, dtype.count] == [2, 1]
+    assert "dtype" in dtype.detail
+    slow = Reason("host_sync", "aten.nonzero.default", "reads", "don't", "a.py:1")
+    part = PartitionReport(name="eager", captured=False, num_ops=9, calls=99, reasons=(slow,))
+    graph = GraphReport(direction="forward", partitions=(part,), calls=99)
+    found = findings(replace(report, graphs=(graph,)))
+    assert [each.code for each in found] == ["recompiled", "recompiled", "host_sync"]
 
 
 def test_a_function_that_was_compiled_for_another_backend_is_told_to_be_compiled_once():

@@ -229,8 +229,8 @@ def left_to_eager(before: Sequence[Any]) -> list[Reason]:
 
 
 def recompiled(before: Sequence[Any]) -> list[Reason]:
-    """List the recompilations of functions that cgpass compiles: the last cause at each line, and how often."""
-    old, found = set(map(id, before)), dict[str, Reason]()
+    """List the recompilations of functions that cgpass compiles: each cause at each line, and how often."""
+    old, found = set(map(id, before)), dict[tuple[str, str], Reason]()
     for each in torch_private.compilations():
         text, is_new = each.recompile_reason, id(each) not in old and torch_private.is_ours(each)
         if text and is_new and each.co_name is not None and not torch_private.was_given_up(each):
@@ -238,9 +238,10 @@ def recompiled(before: Sequence[Any]) -> list[Reason]:
             if cause.startswith(_OTHER_BACKEND):
                 cause, fix = "backend or options were others", OTHER_OPTIONS
             line = line or _where((each.co_filename, each.co_firstlineno, each.co_name))
-            count = found[line].count + 1 if line in found else 1
+            key = line, re.sub(r"\d+", "", cause)
+            count = found[key].count + 1 if key in found else 1
             detail = f"compiled once more: {cause}"
-            found[line] = Reason("recompiled", "", detail, fix, line, count=count)
+            found[key] = Reason("recompiled", "", detail, fix, line, count=count)
     return list(found.values())
 
 
