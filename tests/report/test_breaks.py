@@ -421,6 +421,12 @@ def warns(x):
     return y.cos()
 
 
+def logs(x):
+    y = x.sin()
+    log.info("odd")
+    return y.cos()
+
+
 def opens(x):
     y = x.sin()
     open(os.devnull).close()
@@ -436,11 +442,8 @@ def saves(x):
 @pytest.mark.parametrize(
     ("fn", "named", "fix"),
     [
-        (
-            warns,
-            "warnings.warn",
-            "call it outside, or torch._dynamo.config.reorderable_",
-        ),
+        (warns, "warnings.warn", breaks._BEHIND),
+        (logs, "a logger's method", breaks._BEHIND),
         (opens, "open", "call it outside of what is compiled"),
         (saves, "save", "call it outside of what is compiled"),
     ],
@@ -452,4 +455,18 @@ def test_the_function_that_cannot_be_traced_is_named(fn, named, fix):
         call(torch.ones(4))
     (found,) = [each for each in report.graph_breaks if fn.__name__ in str(each.line)]
     assert found.detail == f"graph break: {named} can't be traced"
-    assert found.fix.startswith(fix)
+    assert found.fix == fix
+
+
+def test_what_is_left_out_where_torch_compiles_breaks_no_graph():
+    def follows_the_remedy(x):
+        y = x.sin()
+        if not torch.compiler.is_compiling():
+            print(warns(x), logs(x), opens(x), saves(x))  # noqa: T201
+        return y.cos()
+
+    call = torch.compile(follows_the_remedy, backend="cgpass", fullgraph=True)
+    with cgpass.explain() as report:
+        call(torch.ones(4))
+    assert report.graphs
+    assert not report.boundaries

@@ -133,7 +133,7 @@ PLANTED = {
         lambda: calls(prints, X),
         prints,
         "graph break: print can't be traced [graph_break]",
-        "call it outside, or torch._dynamo.config.reorderable_logging_functions.add(print)",
+        "call it outside of what is compiled, or behind `if not torch.compiler.is_compiling():`",
     ),
     "dtype": (
         lambda: calls(chain_of_two, X, X.double()),

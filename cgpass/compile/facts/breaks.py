@@ -29,6 +29,8 @@ from cgpass.telemetry.reason import OTHER_FIXES, OTHER_OPTIONS, Reason
 from cgpass.telemetry.summaries import GraphSummary
 
 _HOST_READ: Final = op_tables.FIXES["host_read"]
+_OUTSIDE: Final = "call it outside of what is compiled"
+_BEHIND: Final = f"{_OUTSIDE}, or behind `if not torch.compiler.is_compiling():`"
 _KNOWN: Final = (
     (r"Tensor\.backward\(\) call", "the backward is called", "leave it: it has its own graphs"),
     (r"`Optimizer\.zero_grad`", "gradients are cleared", "leave it: it launches little"),
@@ -39,16 +41,8 @@ _KNOWN: Final = (
         "a branch on a tensor's value",
         "choose between both results on the device: torch.where, or torch.cond for more than that",
     ),
-    (
-        r"builtin operator `(print)`|_(warnings\.warn)`",
-        r"\1\2 can't be traced",
-        r"call it outside, or torch._dynamo.config.reorderable_logging_functions.add(\1\2)",
-    ),
-    (
-        r"logging\.Logger|[Ll]ogger",
-        "a logger's method can't be traced",
-        "log outside of the call, or add the method to torch._dynamo.config.ignore_logging_functions",
-    ),
+    (r"builtin operator `(print)`|_(warnings\.warn)`", r"\1\2 can't be traced", _BEHIND),
+    (r"logging\.Logger|[Ll]ogger", "a logger's method can't be traced", _BEHIND),
     ("Observed exception", "an exception is raised", "check and raise before what is compiled"),
     (r"torch\._dynamo\.graph_break\(\)", "torch._dynamo.graph_break() is called", "remove it"),
     (
@@ -59,7 +53,7 @@ _KNOWN: Final = (
     (
         r"builtin `([^`]+?)\.?`|builtin operator `([^`]+)`|that the function `([^`]+)`",
         r"\1\2\3 can't be traced",
-        "call it outside of what is compiled",
+        _OUTSIDE,
     ),
 )
 """Torch's words, what they mean, and what to do.
