@@ -41,13 +41,12 @@ from cgpass.runtime.changes import mend, new_lock, open_modes
 from cgpass.runtime.executor import Executor
 from cgpass.runtime.fast import taker
 from cgpass.runtime.partition import PartitionRunner
-from cgpass.telemetry.reason import excused, many
+from cgpass.telemetry import FIRST_CALL, RAISED
+from cgpass.telemetry.reason import many
 from cgpass.update import NoGradientsAfter, Update
 
 log = logging.getLogger(__name__)
 
-_FIRST: Final = "the first call of a variant"
-_RAISED: Final = "the call raised an error"
 _FOREIGN: Final = "something else than the optimizer's parameters gets gradients; freeze, detach or give it to an optimizer of the step"
 _IN_TURN: Final = "not all of the loss can be captured, see cgpass.explain(loss_fn, batch); the optimizer's step is a graph of its own"
 _WRITES_NUMBERS: Final = (
@@ -154,10 +153,8 @@ class TrainStep:
     def __init__(
         self, loss_fn: Callable[..., Any], update: Update, accumulate: int, options: _Options
     ) -> None:
-        self.calls = self.whole_calls = 0
-        self.in_pieces: Counter[str] = Counter()
-        """Calls that did not run as a whole, by the reason."""
         self._name = f"train_step of {getattr(loss_fn, '__qualname__', type(loss_fn).__qualname__)}"
+        self._counts = telemetry.StepCalls(self._name)
         given: Any = dataclasses.asdict(options) if isinstance(options, Options) else options or {}
         ours = given
         if isinstance(given, Mapping):  # torch takes out its own, which says what Dynamo guards
@@ -180,20 +177,32 @@ class TrainStep:
         """Variants that Dynamo compiled: how each runs, or why in pieces."""
         finalizer: Any = weakref.finalize(self, torch_private.forget_compiled, fn.__code__)
         finalizer.atexit = False
-        telemetry.add_step(self)
+        telemetry.add_stats(self._counts)
+
+    @property
+    def calls(self) -> int:
+        """All calls."""
+        return self._counts.calls
+
+    @property
+    def whole_calls(self) -> int:
+        """Calls that ran as a whole."""
+        return self._counts.whole_calls
+
+    @property
+    def in_pieces(self) -> Counter[str]:
+        """Calls that did not run as a whole, by the reason."""
+        return self._counts.in_pieces
 
     @property
     def later_calls(self) -> int:
         """Calls but for the first of each variant, which runs in pieces, and those that raised."""
-        return self.calls - self.in_pieces[_FIRST] - self.in_pieces[_RAISED]
+        return self._counts.later_calls
 
     @property
     def graph_calls(self) -> int:
         """Calls as a whole but for those without the graph; warm-ups count if few, and something was recorded."""
-        whole = (each for each in self._variants.values() if isinstance(each, _Whole))
-        counts = [each.counts() for each in whole if each.is_one]
-        excuses = sum(excused(each) for each in counts if each["recordings"])
-        return self.whole_calls + excuses - sum(c["plain_calls"] + c["warmups"] for c in counts)
+        return self._counts.graph_calls
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
@@ -212,13 +221,13 @@ class TrainStep:
                 return self._call(batch, named, before)
             except BaseException:
                 torch_private.set_grad_enabled(has_grad)
-                self.in_pieces[_RAISED] += 1
+                self.in_pieces[RAISED] += 1
                 here.step = before
                 mend(open_modes)
                 raise
 
     def _call(self, batch: _Args, named: dict[str, Any], before: Any) -> Any:
-        self.calls += 1
+        self._counts.calls += 1
         call = _Call(self._variants, self._why_pieces())
         self._update.fill_learning_rates()
         here.step = call
@@ -233,9 +242,9 @@ class TrainStep:
             self._run_pieces(loss)
             self._learn(call, loss, _WRITES_NUMBERS if writes else None)
         if call.whole is not None and call.whole.is_one:
-            self.whole_calls += 1
+            self._counts.whole_calls += 1
         else:
-            self._note(call.why or (_FIRST if call.whole is None else _IN_TURN))
+            self._note(call.why or (FIRST_CALL if call.whole is None else _IN_TURN))
         return (loss.detach(), *more) if more else loss.detach()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -258,18 +267,11 @@ class TrainStep:
 
     def explain(self) -> str:
         """Say how calls ran, why not as one replay, and what the graphs read, a line each."""
-        pieces = self.calls - self.whole_calls
-        lines = [
-            f"{self._name}: {many(self.calls, 'call')}, {self.whole_calls} as a whole, {pieces} in pieces"
-        ]
-        lines += [f"  {number} in pieces: {why}" for why, number in self.in_pieces.most_common()]
-        whole = (each for each in self._variants.values() if isinstance(each, _Whole))
-        lines += [f"  {line}" for each in whole for line in each.lines()]
-        return "\n".join(lines)
+        return self._counts.explain()
 
     def _note(self, why: str) -> None:
         self.in_pieces[why] += 1
-        if self.in_pieces[why] == 1 and why != _FIRST and self._options.driver != "none":
+        if self.in_pieces[why] == 1 and why != FIRST_CALL and self._options.driver != "none":
             level = logging.WARNING if self._options.on_skip == "warn" else logging.INFO
             log.log(level, "%s runs in pieces: %s", self._name, why)
 
@@ -322,7 +324,7 @@ class TrainStep:
         if self._options.driver == "none":
             return 'driver="none" turns graphs off'
         if not fast.is_loaded:
-            return (self.calls > 1 and native.loader.why_not) or _FIRST
+            return (self.calls > 1 and native.loader.why_not) or FIRST_CALL
         if self._accumulate > 1:
             return f"accumulate={self._accumulate}: gradients add up in pieces"
         if torch_private.has_default_saved_tensors_hooks():
@@ -344,7 +346,11 @@ class TrainStep:
         training, args, returned = call.met
         found = "the loss is several graphs" if call.graphs > 1 else found
         found = found or _why_never(training, args, returned, loss)
-        self._variants[training] = found or _Whole(training, args, self._update, self._name)
+        self._variants[training] = variant = found or _Whole(
+            training, args, self._update, self._name
+        )
+        if isinstance(variant, _Whole):
+            self._counts.variants.append(variant.counts())
         call.why = call.why or found
 
 
@@ -540,24 +546,18 @@ class _Whole:
             torch_private.mark_dynamic(outputs[n], dimensions)
         return outputs
 
-    def counts(self) -> dict[str, int]:
-        """What its calls did."""
-        return dataclasses.asdict(self._runner.stats)
+    def counts(self) -> telemetry.Variant:
+        """Return its counts, which hold it weakly."""
+        reads, runner = weakref.WeakMethod(self._reads), self._runner
+        return telemetry.Variant(runner.stats, runner.reasons, self.is_one, reads)
 
-    def lines(self) -> list[str]:
-        """Return lines on the graph's inputs and key, and on why calls ran without it."""
-        stats, update = self._runner.stats, self._update
-        if not stats.calls:
-            return []
-        layout, own = self._runner.layout, len(update.state) + len(update.rates)
-        about = (
-            f"{'one graph' if self.is_one else 'a graph of the update'}, recorded {many(stats.recordings, 'time')} and "
-            f"replayed {many(stats.replays, 'time')}: "
+    def _reads(self) -> str:
+        """Describe the graph's inputs."""
+        layout, own = self._runner.layout, len(self._update.state) + len(self._update.rates)
+        return (
             f"reads {many(len(layout.parameters), 'parameter')} and {many(own, 'tensor')} of the optimizer in place, "
             f"copies {many(len(layout.copied), 'input')}"
         )
-        told = self._runner.reasons.told(self.counts())
-        return [about, *map(str, told)]
 
     def _body(self, args: list[Any]) -> list[Any]:
         """Run the step, or the update alone: before it is recorded, and while it is."""

@@ -4,7 +4,6 @@ On the CPU the calls run no code of it. On CUDA events around partitions time a 
 """
 
 import contextlib
-import dataclasses
 import functools
 import random
 import statistics
@@ -51,7 +50,7 @@ def watched() -> Iterator[Report]:
     """A block that is reported; the report is filled when it ends, also by an error."""
     report = Report(unfinished=True)
     breaks, notes = {*torch_private.graph_breaks()}, torch_private.compilations()
-    with telemetry.keeping_steps(), _Clock() as clock:
+    with _Clock() as clock:
         telemetry.listen(clock.add, clock)
         before = telemetry.now()
         try:
@@ -135,7 +134,7 @@ def _graph(
     captured, warmups = dict[str, dict[str, Any]](), 0
     for name, part in (item for run in runs for item in run.parts.items()):
         counts, noted = before.parts.get((number, name), ({}, None))
-        grown = telemetry.grown(dataclasses.asdict(part.stats), counts)
+        grown = telemetry.grown(telemetry.counts_of(part.stats), counts)
         warmups = max(warmups, excused(grown))
         notes = list(part.notes)[max(0, len(part.notes) - grown["recordings"]) :]
         if summary.driver == "simulated":  # times of what is simulated say nothing

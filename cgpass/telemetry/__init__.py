@@ -7,13 +7,17 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from cgpass.telemetry.reason import CallReasons, Noted, many
+from cgpass.telemetry.reason import CallReasons, Noted, excused, many
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, RecordingNote
+
+FIRST_CALL: Final = "the first call of a variant"
+RAISED: Final = "the call raised an error"
+"""Why calls of training steps run in pieces that are none to judge it by."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +43,11 @@ class CallStats:
     """Times that outputs that were still referenced were copied before a replay overwrote them."""
     rescued_bytes: int = 0
     """Bytes copied by rescues."""
+
+
+def counts_of(stats: CallStats) -> dict[str, int]:
+    """Return all counts by name."""
+    return {each.name: getattr(stats, each.name) for each in dataclasses.fields(CallStats)}
 
 
 @dataclass(slots=True)
@@ -78,9 +87,62 @@ class ByHand(CallStats):
         ]
         lines += [f"  {count} without a graph: {why}" for why, count in self.why.most_common()]
         if self.reasons is not None:
-            counts = {each.name: getattr(self, each.name) for each in dataclasses.fields(CallStats)}
-            lines += [f"  {each}" for each in self.reasons.told(counts)]
+            lines += [f"  {each}" for each in self.reasons.told(counts_of(self))]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The calls of a variant of a training step; it stays when the variant is gone."""
+
+    stats: CallStats
+    reasons: CallReasons
+    is_one: bool
+    """True if one graph can hold all of it."""
+    reads: Callable[[], Callable[[], str] | None]
+    """A weak reference to a method that describes the graph's inputs."""
+
+    def explain(self) -> str:
+        """Describe its calls, and its graph's inputs while it lives."""
+        stats, reads = self.stats, self.reads()
+        about = (
+            f"{'one graph' if self.is_one else 'a graph of the update'}, recorded {many(stats.recordings, 'time')} and "
+            f"replayed {many(stats.replays, 'time')}"
+        )
+        about += "" if reads is None else f": {reads()}"
+        return "\n".join(f"  {each}" for each in (about, *self.reasons.told(counts_of(stats))))
+
+
+@dataclass(eq=False)
+class StepCalls:
+    """Counts of a training step. It holds nothing of the user's, and stays when the step is gone."""
+
+    name: str
+    calls: int = 0
+    whole_calls: int = 0
+    in_pieces: Counter[str] = field(default_factory=Counter)
+    variants: list[Variant] = field(default_factory=list)
+
+    @property
+    def later_calls(self) -> int:
+        """Calls but for the first of each variant, and those that raised."""
+        return self.calls - self.in_pieces[FIRST_CALL] - self.in_pieces[RAISED]
+
+    @property
+    def graph_calls(self) -> int:
+        """Calls as a whole but for those without the graph."""
+        counts = [counts_of(each.stats) for each in self.variants if each.is_one]
+        excuses = sum(excused(each) for each in counts if each["recordings"])
+        return self.whole_calls + excuses - sum(c["plain_calls"] + c["warmups"] for c in counts)
+
+    def explain(self) -> str:
+        """Describe its calls, a line each."""
+        pieces = self.calls - self.whole_calls
+        lines = [
+            f"{self.name}: {many(self.calls, 'call')}, {self.whole_calls} as a whole, {pieces} in pieces"
+        ]
+        lines += [f"  {number} in pieces: {why}" for why, number in self.in_pieces.most_common()]
+        return "\n".join(lines + [each.explain() for each in self.variants if each.stats.calls])
 
 
 @dataclass(frozen=True)
@@ -114,7 +176,7 @@ class Moment:
     """Of graphs, by number."""
     parts: Mapping[tuple[int, str], tuple[dict[str, int], Noted]] = field(default_factory=dict)
     """Counts of captured partitions and what was noted of their calls, by graph and name."""
-    others: Mapping[Any, tuple[int, int, int]] = field(default_factory=dict)
+    others: Mapping[ByHand | StepCalls, tuple[int, int, int]] = field(default_factory=dict)
     """Of training steps and what was graphed by hand: calls, those that were one graph, and all but first ones."""
 
 
@@ -126,13 +188,11 @@ class _Registry:
     """Of all that ever counted: a few numbers each, which stay in the totals."""
     graphs: dict[int, tuple[GraphSummary, tuple[GraphRun, ...]]] = field(default_factory=dict)
     """By number, oldest first, each with what runs it."""
-    others: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    others: list[ByHand | StepCalls] = field(default_factory=list)
     """Training steps and what was graphed by hand, which summaries list as their `explain()` does."""
     since: Moment = field(default_factory=Moment)
     """The counts when the summary began."""
     listeners: list[Callable[[int, GraphRun], None]] = field(default_factory=list)
-    watched: list[Any] | None = None
-    """Training steps that were made in a block that is reported: they live until it ends."""
 
 
 _registry = _Registry()
@@ -140,20 +200,13 @@ _registry = _Registry()
 compile_stats = _registry.compiled
 
 
-def add_stats(stats: CallStats) -> None:
-    """Count one more captured partition, or what is graphed by hand."""
+def add_stats(stats: CallStats | StepCalls) -> None:
+    """Count one more captured partition, what is graphed by hand, or a training step."""
     with _registry.lock:
-        _registry.calls.append(stats)
-        if isinstance(stats, ByHand):
-            _registry.others.add(stats)
-
-
-def add_step(step: Any) -> None:
-    """Have summaries list a training step as long as it lives."""
-    with _registry.lock:
-        _registry.others.add(step)
-        if _registry.watched is not None:
-            _registry.watched.append(step)
+        if isinstance(stats, CallStats):
+            _registry.calls.append(stats)
+        if isinstance(stats, ByHand | StepCalls):
+            _registry.others.append(stats)
 
 
 new_function: Final = itertools.count().__next__
@@ -193,16 +246,6 @@ def listen(listener: Callable[[int, GraphRun], None], until: ExitStack) -> None:
     except BaseException:
         until.close()
         raise
-
-
-@contextmanager
-def keeping_steps() -> Iterator[None]:
-    """A block whose training steps live until it ends."""
-    before, _registry.watched = _registry.watched, []
-    try:
-        yield
-    finally:
-        _registry.watched = before
 
 
 def replace_partition(graph: int, part: PartitionSummary) -> None:
@@ -268,21 +311,21 @@ def now() -> Moment:
     """Look at all counts."""
     runs = graph_runs().items()
     parts = {
-        (number, name): (dataclasses.asdict(part.stats), part.reasons.noted())
+        (number, name): (counts_of(part.stats), part.reasons.noted())
         for number, (_, each) in runs
         for run in each
         for name, part in run.parts.items()
     }
     calls = {number: sum(run.tally.calls for run in each) for number, (_, each) in runs}
     with _registry.lock:
-        others = [(x, (x.calls, x.graph_calls, x.later_calls)) for x in _registry.others]
-    return Moment(counters(), calls, parts, weakref.WeakKeyDictionary(others))
+        others = {x: (x.calls, x.graph_calls, x.later_calls) for x in _registry.others}
+    return Moment(counters(), calls, parts, others)
 
 
-def told(other: Any, calls: int) -> str:
+def told(other: ByHand | StepCalls, calls: int) -> str:
     """Describe a training step, or what was graphed by hand, and how many of its calls a report is about."""
     some = f"\n  {calls} of these calls ran since this report began"
-    return str(other.explain()) + some * (calls < other.calls)
+    return other.explain() + some * (calls < other.calls)
 
 
 def begin_summary() -> None:

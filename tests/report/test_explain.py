@@ -633,30 +633,32 @@ def test_odd_types_of_values_are_restored():
     assert model.weight.grad is not None
 
 
-def test_a_training_step_that_ends_in_a_block_is_told_of():
-    def main():
-        model = nn.Linear(8, 1)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        step = cgpass.train_step(lambda x: model(x).square().mean(), optimizer)
-        for _ in range(6):
-            step(X)
+def trial(times):
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = cgpass.train_step(lambda x: model(x).square().mean(), optimizer)
+    for _ in range(times):
+        step(X)
+    return weakref.ref(model.weight)
 
-    with cgpass.explain() as report:
-        main()
-    assert (report.whole_steps, report.steps) == (5, 5)
+
+def test_training_steps_that_end_are_told_of_and_no_block_keeps_their_model():
+    with cgpass.explain() as outer:
+        with cgpass.explain() as inner:
+            weight = trial(6)
+        gc.collect()
+        assert weight() is None
+    assert (inner.whole_steps, inner.steps) == (outer.whole_steps, outer.steps) == (5, 5)
+    assert outer.others[0].endswith("  one graph, recorded 1 time and replayed 4 times")
+    assert "6 calls, 5 as a whole" in cgpass.summary()
+    cgpass.reset()
+    assert "train_step" not in cgpass.summary()
 
 
 def test_steps_of_which_nothing_was_recorded_are_no_graph():
-    def epoch():
-        model = nn.Linear(8, 1)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        step = cgpass.train_step(lambda x: model(x).square().mean(), optimizer)
-        for _ in range(2):
-            step(X)
-
     with cgpass.explain() as report:
         for _ in range(3):
-            epoch()
+            trial(2)
     assert (report.whole_steps, report.steps) == (0, 3)
 
 
