@@ -17,7 +17,8 @@ _LISTED: Final = 12
 _ROW: Final = "    {:24} {:>6} {:>6} {:>8} {:>8} {:>10} {:>8} {:>12}"
 """Of the table of partitions; longer names have a line of their own."""
 NOTHING: Final = (
-    "Nothing that cgpass compiled ran here. It was not called, has no operators, has full backward hooks, is compiled for another backend, or "
+    "Nothing that cgpass compiled ran here. It was not called, has no operators, has full backward hooks, is compiled for another backend, is "
+    "under torch.compiler.disable, is a container of torch's own (nn.Sequential) inside DistributedDataParallel or FSDP, or "
     "torch.compile gave up on it earlier in this process (torch.compiler.reset() makes it try again)."
 )
 _DROP: Final = (

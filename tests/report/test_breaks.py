@@ -23,6 +23,8 @@ from tests.report.samples import joined
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
 CALLED = "; or move the code that can be compiled into its own function"
+PARAMETER = nn.Parameter(torch.ones(2))
+PARAMETER.grad = torch.ones(2)
 log = logging.getLogger(__name__)
 
 pytestmark = pytest.mark.usefixtures("simulated", "counted_alone")
@@ -300,6 +302,40 @@ def gives_up(x):
     return y
 
 
+def clips(x):
+    for _ in range(2):
+        x = x.sin()
+        nn.utils.clip_grad_norm_([PARAMETER], 1.0, error_if_nonfinite=True)  # the line to name
+    return x.cos()
+
+
+def test_a_break_in_a_file_of_torchs_that_gives_up_a_function_is_told_once_by_the_users_line():
+    with cgpass.explain() as report:
+        torch.compile(clips, backend="cgpass")(X)
+    (left,) = report.left_to_eager
+    assert left.line.startswith(f"{at(clips)} in clips: ")
+    assert ", in torch/nn/utils/clip_grad.py:" in left.detail
+    assert report.boundaries == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "fix"),
+    [
+        ("/home/me/model.py", "remove it"),
+        ("/lib/site-packages/lib/layer.py", "call it outside of what is compiled"),
+        (torch.distributed.__file__, "call it outside of what is compiled"),
+        (
+            os.path.join(os.path.dirname(torch.__file__), "distributed/fsdp/_fully_shard/_x.py"),
+            'compile each layer by itself (layer.compile(backend="cgpass"))',
+        ),
+    ],
+)
+def test_nobody_is_told_to_change_what_others_wrote(file, fix):
+    frames = [traceback.FrameSummary(each, 9, "forward") for each in ("/home/me/a.py", file)]
+    text = "Call to `torch._dynamo.graph_break()`"
+    assert breaks._given_up(text, frames, "f").fix == f"{fix}{CALLED}"
+
+
 def test_a_break_that_gives_up_all_of_a_function_is_named_until_a_reset():
     """Torch doesn't try a second time, and notes nothing."""
     place = f"test_breaks.py:{gives_up.__code__.co_firstlineno} in gives_up"
@@ -308,11 +344,11 @@ def test_a_break_that_gives_up_all_of_a_function_is_named_until_a_reset():
         report = cgpass.explain(call, X, training=False)
         (left,) = report.left_to_eager
         assert (left.rest, report.graphs) == (place, ())
-        assert left.line.startswith(f"{at(gives_up)}: ")
+        assert left.line.startswith(f"{at(gives_up)} in gives_up: ")
         assert left.detail.startswith("graph break: the host reads a tensor's value")
         assert left.is_earlier is is_earlier
         assert left.fix.endswith(CALLED)
-        assert f"{place} runs in eager because of {at(gives_up)}: " in joined(report)
+        assert f"{place} runs in eager because of {at(gives_up)} in gives_up: " in joined(report)
     for _ in range(2):  # it was wrapped long before the second
         torch.compiler.reset()
         assert cgpass.explain(chain, X, training=False).left_to_eager == ()

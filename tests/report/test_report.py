@@ -219,6 +219,11 @@ def test_a_report_of_nothing():
     empty = sample(**none, graphs_ms=None, device_ms=None)
     assert headline(empty) == NOTHING
     assert NOTHING in page(empty).text
+    for cause in (
+        "torch.compiler.disable",
+        "(nn.Sequential) inside DistributedDataParallel or FSDP",
+    ):
+        assert cause in NOTHING
     steps = dataclasses.replace(empty, others=("train_step of f: 3 calls",))
     assert headline(steps).startswith("only training steps")
     assert "train_step of f: 3 calls" in str(steps)

@@ -92,7 +92,7 @@ def graph_break_of(gm: fx.GraphModule) -> Reason | None:
         return None
     stack = list(getattr(found, "user_stack", None) or ())
     if str(found.reason) == "step_unsupported":  # all from there on is left to eager
-        return _cut_short(stack[-1] if stack else None)
+        return _cut_short(stack[-1:])
     return _of_stack(str(found.reason), stack)
 
 
@@ -119,10 +119,15 @@ def reason_of(text: str, line: str | None) -> Reason:
     return Reason("graph_break", "", f"graph break: {detail}{in_loop}", fix, line)
 
 
-def given_up(text: str, line: str | None, rest: str | None = None) -> Reason:
+def _given_up(text: str, stack: Sequence[Any], rest: str) -> Reason:
     """A graph break that Dynamo can't go on behind, so that `rest` is left to eager."""
-    reason = reason_of(text, line)
-    fix = f"{reason.fix}; or move the code that can be compiled into its own function"
+    reason, file = _of_stack(text, stack), stack[-1].filename if stack else ""
+    fix, is_others = reason.fix, not is_users(file) or INSTALLED.search(file)
+    if library_file(file).startswith("torch/distributed/fsdp/"):
+        fix = 'compile each layer by itself (layer.compile(backend="cgpass"))'
+    elif "torch._dynamo.graph_break()" in text and is_others:
+        fix = _OUTSIDE
+    fix = f"{fix}; or move the code that can be compiled into its own function"
     return replace(reason, fix=fix, rest=rest)
 
 
@@ -159,20 +164,21 @@ def _left_by_torch(stack: Sequence[Any]) -> str | None:
     return None
 
 
-def _cut_short(frame: Any) -> Reason:
+def _cut_short(stack: Sequence[Any]) -> Reason:
     """Of a graph that ends at a line, since a break further on is in a block that Dynamo can't go on in.
 
     Source: torch/_dynamo/symbolic_convert.py `InstructionTranslatorBase.step`, `step_graph_break`, 2.11 to 2.15.
     """
     text, rest = "a block (try:, with) has a graph break", "the rest of a function"
-    if frame is not None:
+    if stack:
+        frame = stack[-1]
         where = at(frame.filename, frame.lineno)
         rest = f"the rest of {function_name(frame.name)} from {where} on"
         mine = threading.get_ident()
         noted = [each for each in torch_private.graph_breaks() if each.thread == mine]
         if noted and noted[-1].function[::2] == (frame.filename, frame.name):
-            text, frame = noted[-1].text, (frame, *noted[-1].stack)[-1]
-    return given_up(text, _line(frame), rest)
+            text, stack = noted[-1].text, noted[-1].stack or stack
+    return _given_up(text, stack, rest)
 
 
 def _line(frame: Any) -> str | None:
@@ -275,8 +281,12 @@ def _described(function: Function, compilation: Any) -> Reason:
     limit = _LIMIT.search(compilation.fail_reason or "")
     if limit is None:
         file, number = compilation.fail_user_frame_filename, compilation.fail_user_frame_lineno
-        frame = file and traceback.FrameSummary(file, number, "")
-        return given_up(compilation.fail_reason or compilation.fail_type, _line(frame), rest)
+        stack: Sequence[Any] = [traceback.FrameSummary(file, number, "")] if file else ()
+        for each in torch_private.graph_breaks():
+            place = each.stack[-1].filename, each.stack[-1].lineno
+            if each.function == function and place == (file, number):
+                stack = each.stack
+        return _given_up(compilation.fail_reason or compilation.fail_type, stack, rest)
     option, times = limit.groups()
     cause, line, hint = _cause(compilation.recompile_reason or "")
     why = f"; the guard that failed last: {cause}" if cause else ""
