@@ -1,6 +1,7 @@
 """`python -m cgpass`: report, check, doctor and build."""
 
 import argparse
+import contextlib
 import signal
 import sys
 import time
@@ -67,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     check.set_defaults(run=_check)
     about = "look at torch, compiler, native code and environment, and try a tiny graph"
     machine = commands.add_parser("doctor", help=about, description=about)
-    machine.set_defaults(run=lambda _: doctor(sys.stdout.write))
+    machine.set_defaults(run=lambda _: doctor(_say))
     build = commands.add_parser(
         "build",
         help="compile the native code ahead, as for a container",
@@ -113,9 +114,10 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _say(told: object) -> None:
-    """Print a text, also where stdout can't encode what users call things."""
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(f"{told}\n".encode(encoding, "backslashreplace").decode(encoding))
+    """Print a text, also where stdout can't encode what users call things; nothing where it is closed."""
+    with contextlib.suppress(AttributeError, ValueError):  # None, or closed
+        encoding = sys.stdout.encoding or "utf-8"
+        sys.stdout.write(f"{told}\n".encode(encoding, "backslashreplace").decode(encoding))
 
 
 def _build(_: argparse.Namespace) -> int:
@@ -130,7 +132,7 @@ def _build(_: argparse.Namespace) -> int:
         sys.stderr.write(f"{said}cgpass build: {error}. {error.fix}.\n")
         return 1
     took = f"after {time.monotonic() - start:.1f} s"
-    sys.stdout.write(f"{path}\nnative code for torch {torch.__version__} is there, {took}\n")
+    _say(f"{path}\nnative code for torch {torch.__version__} is there, {took}")
     return 0
 
 

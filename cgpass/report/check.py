@@ -1,6 +1,7 @@
 """`python -m cgpass check`: runs a script, and says whether enough of its work was captured."""
 
 import concurrent.futures.thread
+import importlib.util
 import os
 import runpy
 import sys
@@ -82,15 +83,15 @@ def run_script(script: str, args: Sequence[str], *, module: bool = False) -> int
     """Run a script as `python script args` does, or a module as `python -m`; returns the status that it exits with.
 
     Raises:
-        ReportError: There is no such script.
-        Exception: Whatever it raises, or ImportError: there is no such module.
+        ReportError: There is no such script or module.
+        Exception: Whatever it raises.
     """
-    if not (module or os.path.exists(script)):
-        raise ReportError(f"there is no script {script!r} to check")
     argv, path, threads = sys.argv, sys.path, {*threading.enumerate()}
     folder = os.getcwd() if module else os.path.dirname(os.path.abspath(script))
     sys.argv, sys.path = [script, *args], [folder, *path]
     try:
+        if not (_is_there(script) if module else os.path.exists(script)):
+            raise ReportError(f"there is no {'module' if module else 'script'} {script!r} to check")
         if module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
@@ -107,3 +108,12 @@ def run_script(script: str, args: Sequence[str], *, module: bool = False) -> int
             left[0].join()
         sys.argv, sys.path = argv, path
     return 0
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError as error:
+        if f"{module}.".startswith(f"{error.name}."):
+            return False
+        raise

@@ -40,10 +40,10 @@ def doctor(out: Callable[[str], object]) -> int:
     for look in (_torch, _compiler, _native, _environment, _tiny_graph):
         for what, said, fix in look():
             line = f"!! {what}: {said}. {fix}" if fix else f"ok {what}: {said}"
-            out("\n".join(wrapped(line)) + "\n")
+            out("\n".join(wrapped(line)))
             sick += bool(fix)
     took = f"after {time.monotonic() - start:.1f} s"
-    out(f"{'all is well' if not sick else f'{sick} to look at (!!)'}, {took}\n")
+    out(f"{'all is well' if not sick else f'{sick} to look at (!!)'}, {took}")
     return 1 if sick else 0
 
 

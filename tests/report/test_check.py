@@ -106,6 +106,16 @@ def test_a_script_that_fails_keeps_its_status(tmp_path, capsys):
     assert f"it says\ncgpass check: nothing was checked: {script} exits with 1\n" in shown.err
 
 
+@pytest.mark.parametrize("ends", ["sys.stdout = None", "sys.stdout.close()"])
+def test_the_status_is_the_verdicts_where_nothing_can_be_printed(
+    tmp_path, counted_alone, monkeypatch, ends
+):
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys\n{ends}")
+    assert command.main(["check", str(script)]) == 1
+
+
 def test_a_module_is_checked(script, counted_alone, capsys, monkeypatch):
     """As `python -m` runs one: from the folder of now, with its own file as the first argument."""
     monkeypatch.chdir(script.parent)
@@ -114,8 +124,13 @@ def test_a_module_is_checked(script, counted_alone, capsys, monkeypatch):
     (script.parent / "within" / "__init__.py").touch()
     assert command.main(["check", "-m", "within.part", "5", "--of-its-own"]) == 0
     assert "ran 5\ncgpass check: passed: 100% of the 16 operators" in capsys.readouterr().out
-    with pytest.raises(ImportError, match=r"No module named within\.none"):
-        command.main(["check", "-m", "within.none"])
+    for missing in ("none", "none.within", "within.none", "within.part.none"):
+        assert command.main(["check", "-m", missing]) == 2
+        assert capsys.readouterr().err == f"cgpass: there is no module {missing!r} to check\n"
+    (script.parent / "within" / "__init__.py").write_text("import none_such")
+    sys.modules.pop("within")
+    with pytest.raises(ImportError, match=r"No module named 'none_such'"):
+        command.main(["check", "-m", "within.part"])
     for name in ("within", "within.part"):
         sys.modules.pop(name, None)
 
