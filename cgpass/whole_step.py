@@ -142,6 +142,8 @@ class TrainStep:
         >>> losses = [step(torch.ones(4, 8)) for _ in range(5)]
         >>> step.later_calls, step.graph_calls, step.grad_norm > 0
         (4, 4, tensor(True))
+        >>> step.calls, step.whole_calls, step.in_pieces["the first call of a variant"]
+        (5, 4, 1)
         >>> step.flush()  # no call waits for others, as with `accumulate`
         False
         >>> print(step.explain())

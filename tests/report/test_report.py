@@ -239,6 +239,7 @@ def test_what_changed_is_told(tmp_path, capsys):
         "gone: model.py:50 in f: graph break: print [graph_break]; remove it",
     ]
     assert diff(new, old).splitlines()[-1].startswith("new: model.py:50 in f: graph break")
+    assert diff(old, sample(others=("",))) == "nothing changed"
     for name, report in (("old", old), ("new", new)):
         report.save(tmp_path / f"{name}.json")
     paths = [str(tmp_path / "old.json"), str(tmp_path / "new.json")]
