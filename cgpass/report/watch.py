@@ -79,7 +79,9 @@ def _report(
         if calls := after.calls.get(number, 0) - before.calls.get(number, 0):
             graphs.append(_graph(number, summary, runs, calls, before, clock))
     met = graph_breaks(breaks, graphs)
-    left = [*left_to_eager(notes), *(each for each in met if each.rest is not None)]
+    left = left_to_eager(notes)
+    told = {(each.line, each.detail) for each in left}
+    left += [r for r in met if r.rest is not None and (r.line, r.detail) not in told]
     known = {place_of(each.line or each.rest) for each in left}
     others = {
         each: [now - then for now, then in zip(counts, was, strict=True)]

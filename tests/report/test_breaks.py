@@ -318,6 +318,22 @@ def test_a_break_in_a_file_of_torchs_that_gives_up_a_function_is_told_once_by_th
     assert report.boundaries == 1
 
 
+def test_a_break_in_a_container_that_gives_up_a_function_is_told_once():
+    container = nn.Sequential(nn.Linear(4, 4), Says())
+
+    def loops(x):
+        for _ in range(2):
+            x = container(x)
+        return x
+
+    with cgpass.explain() as report:
+        torch.compile(loops, backend="cgpass")(X)
+    (left,) = report.left_to_eager
+    assert left.rest.endswith(" in loops")
+    assert breaks._LOOP in left.fix
+    assert report.boundaries == 1
+
+
 @pytest.mark.parametrize(
     ("file", "fix"),
     [
