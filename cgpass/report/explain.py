@@ -223,10 +223,7 @@ def _used(fn: Any) -> list[Any]:
             found += each.__defaults__, each.__kwdefaults__
             found += [each.__globals__.get(name) for name in _globals_of(each.__code__)]
             chain += [each.__wrapped__] if hasattr(each, "__wrapped__") else []
-        elif isinstance(each, torch.nn.Module):
-            forward = getattr(each, "_orig_mod", each).forward
-            chain.append(getattr(forward, "__func__", forward))
-        else:
+        elif not isinstance(each, torch.nn.Module):
             found += getattr(each, "__dict__", {}).values()
             call = type(each).__call__
             chain += [call] if isinstance(call, types.FunctionType) else []

@@ -283,8 +283,8 @@ def _described(function: Function, compilation: Any) -> Reason:
         file, number = compilation.fail_user_frame_filename, compilation.fail_user_frame_lineno
         stack: Sequence[Any] = [traceback.FrameSummary(file, number, "")] if file else ()
         for each in torch_private.graph_breaks():
-            place = each.stack[-1].filename, each.stack[-1].lineno
-            if each.function == function and place == (file, number):
+            places = [(frame.filename, frame.lineno) for frame in each.stack[-1:]]
+            if each.function == function and places == [(file, number)]:
                 stack = each.stack
         return _given_up(compilation.fail_reason or compilation.fail_type, stack, rest)
     option, times = limit.groups()
