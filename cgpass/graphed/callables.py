@@ -4,7 +4,7 @@ import contextlib
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from cgpass import torch_private
 from cgpass.errors import CGPassError, HookError, InputError
 from cgpass.graphed.binding import Binding
-from cgpass.graphed.modules import ACCUMULATED, Statics, Target
+from cgpass.graphed.modules import Statics, Target
 from cgpass.graphed.options import GraphedOptions, Hooks, run_hook
 from cgpass.graphed.pair import Call, Key, Pair
 from cgpass.runtime import fast
@@ -68,11 +68,13 @@ class GraphedFunction:
         self.with_grad = torch.is_grad_enabled()
         """True if a backward is recorded where results require grad."""
         self.makes_weight_grads = target.backward_dw
-        """Makes the gradients that the backward leaves out, of weights, by filling their `.grad`."""
+        """Makes the gradients that the backward leaves out, of weights: fills their `.grad`, or adds to `main_grad`."""
+        self.always_leaves_some = target.says_delays
+        """True if the module says so itself."""
         self.due: deque[Call | None] = deque()
         """Calls whose backward ran, but not yet what was split off, oldest first; None for one without a graph."""
-        self.left_out: dict[tuple[bool, ...], bool] = {}
-        """Whether a backward leaves gradients out, as warm-ups found, by which parameters require any."""
+        self.leaves_nothing: set[tuple[bool, ...]] = set()
+        """Which parameters required gradients where a warm-up's backward left none out, since others were frozen."""
         self._target = target
         self._owner = owner
         """Makes the recordings; None to run without a graph always."""
@@ -167,24 +169,17 @@ class GraphedFunction:
         """Tell which parameters and buffers require a gradient."""
         return tuple(bool(getattr(each, "requires_grad", False)) for each in self.statics.held())
 
-    def note_left_out(self, found: Sequence[torch.Tensor | None] | None) -> bool:
-        """Note what `backward_dw` made in a warm-up, None if it raised; returns whether the backward leaves gradients out."""
-        is_some = found is not None and (
-            self._adds_elsewhere() or any(grad is not None for grad in found)
-        )
-        self.left_out[self.trained()] = is_some
-        return is_some
-
-    def _adds_elsewhere(self) -> bool:
-        """Tell if a parameter has a `main_grad` to which its gradient may be added, unseen."""
-        held = zip(self.statics.held(), self.trained(), strict=True)
-        return any(hasattr(each, ACCUMULATED) for each, is_trained in held if is_trained)
+    def leaves_gradients_out(self) -> bool:
+        """Tell if each backward leaves some to `backward_dw`, with parameters as they are."""
+        if self.makes_weight_grads is None:
+            return False
+        trained = self.trained()
+        return any(trained) and trained not in self.leaves_nothing
 
     def _run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run without a graph; each backward takes its turn among those that `backward_dw` completes."""
         result = self.ungraphed(*args, **kwargs)
-        trained = () if self.makes_weight_grads is None else self.trained()
-        if not self.left_out.get(trained, any(trained)):
+        if not self.leaves_gradients_out():
             return result
         due, tasks = self.due, {-1}  # a result that the module keeps would keep all of this
 
@@ -318,7 +313,7 @@ class GraphedFunction:
         self._refused.clear()
         self._failed.clear()
         self._told.clear()
-        self.left_out.clear()
+        self.leaves_nothing.clear()
 
     def reset(self) -> None:
         """Free the graphs and their memory. The next call records again, capture-time hooks included."""
@@ -338,33 +333,14 @@ class GraphedFunction:
     def backward_dw(self) -> None:
         """Compute the weights' gradients that the oldest backward left out, and add them to `.grad`.
 
-        A backward that ran without a graph is the callable's own to complete, if it left any out.
+        A backward that ran without a graph is the callable's own to complete.
         """
-        if not self.due and self.makes_weight_grads is not None:
+        call = self.due.popleft() if self.due else None
+        if call is not None:
+            assert call.pair is not None
+            call.pair.run_weight_grads(call)
+        elif self.makes_weight_grads is not None:
             self.makes_weight_grads()
-        while self.due:
-            call = self.due.popleft()
-            if call is not None:
-                assert call.pair is not None
-                call.pair.run_weight_grads(call)
-                return
-            if self._complete_plainly():
-                return
-
-    def _complete_plainly(self) -> bool:
-        """Have the callable complete a backward of its own; returns False if that left nothing out, and a graph's is due."""
-        held = [each for each in self.statics.held() if isinstance(each, torch.Tensor)]
-        before = [(each.grad, getattr(each.grad, "_version", 0)) for each in held]
-        assert self.makes_weight_grads is not None
-        try:
-            self.makes_weight_grads()
-        except Exception:
-            if not any(self.due):  # it is none of a graph's
-                raise
-            return False
-        pairs = zip(held, before, strict=True)
-        made = any(t.grad is not g or getattr(t.grad, "_version", 0) != v for t, (g, v) in pairs)
-        return made or not any(self.due) or self._adds_elsewhere()
 
 
 @torch_private.outside_dynamo

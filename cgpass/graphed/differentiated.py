@@ -72,7 +72,7 @@ class Differentiated:
         self.keeps_inputs = False
         """True if something keeps arguments that does not tell, as a warm-up finds."""
         self.recomputes_once = False
-        """True if a checkpoint inside has a context that recomputes once, which the recording did."""
+        """True if a checkpoint inside is selective: the recording did what it allows once."""
 
     # ---- forward
 
@@ -211,7 +211,7 @@ class Differentiated:
         for each, hook in zip(saved, hooks, strict=True):
             checkpoint = getattr(hook, "__self__", None)
             if isinstance(checkpoint, Checkpoint):
-                self.recomputes_once |= checkpoint.has_context
+                self.recomputes_once |= checkpoint.is_selective
                 yield each, checkpoint
             elif hook is None:
                 yield each, None

@@ -33,7 +33,7 @@ _HOOKS = re.compile("_(forward|backward)_.*hooks.*")
 """Dictionaries of a module's hooks around its calls."""
 _MEMBERS = ("_modules", "_parameters", "_buffers")
 _OWN_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-ACCUMULATED = "main_grad"
+_ACCUMULATED = "main_grad"
 """An attribute of parameters to which the backwards of Megatron and TransformerEngine add gradients."""
 
 
@@ -116,8 +116,16 @@ class Target:
     @property
     def backward_dw(self) -> Callable[[], Any] | None:
         """Return the function that computes the gradients that the backward leaves out, if there is one."""
-        holder = self.plain if self.around is None else self.around
-        return getattr(holder, "backward_dw", None) if _delays(holder, True) else None
+        return getattr(self._holder, "backward_dw", None) if _delays(self._holder, True) else None
+
+    @property
+    def says_delays(self) -> bool:
+        """Tell if it says that each backward leaves gradients out."""
+        return _delays(self._holder, False)
+
+    @property
+    def _holder(self) -> Any:
+        return self.plain if self.around is None else self.around
 
     def graphed(self, function: Any) -> torch.nn.Module:
         """Return a module with the attributes of `plain` whose forward is a `GraphedFunction`.
@@ -149,7 +157,12 @@ class Target:
         if hasattr(kind, "__deepcopy__"):
             members["__deepcopy__"] = lambda self, memo: alone(self).__deepcopy__(memo)
         added = {"graphed": function, "reset": function.reset, "close": function.close}
-        members |= {name: each for name, each in added.items() if not hasattr(self.plain, name)}
+        own_names = {name for members in _MEMBERS for name in vars(self.plain)[members]}
+        members |= {
+            name: each
+            for name, each in added.items()
+            if not (hasattr(kind, name) or name in own_names)
+        }
         if function.makes_weight_grads is not None:
 
             def backward_dw(self: Any) -> None:
@@ -237,8 +250,8 @@ class Statics:
                         entries.append((holder, key, said))
                         continue
                     full = f"{path}.{key}".lstrip(".")
-                    if ACCUMULATED in vars(value):
-                        entries.append((vars(value), ACCUMULATED, f"{full}.{ACCUMULATED}"))
+                    if _ACCUMULATED in vars(value):
+                        entries.append((vars(value), _ACCUMULATED, f"{full}.{_ACCUMULATED}"))
                     if value.device == device:
                         check_tensor(f"{name}: {full}", value, device)
                         self._dicts.append(holder)

@@ -225,15 +225,16 @@ class Pair:
         grads.clear()
         self._backward_key = fast.layouts(members)  # by now hooks may have moved them
         found = execute(self._run_graph, args, kinds, "backward")
-        if d.makes_weight_grads is not None and (warms_up or self._splits):
-            made: Any = None
+        self._splits = d.leaves_gradients_out() and (warms_up or self._splits)
+        if self._splits:
             try:
                 made = execute(self._make_weight_grads, list(members), static, "backward_dw")
+                self._splits = d.always_leaves_some or any(grad is not None for grad in made)
             except Exception:
-                if not warms_up:  # there it may have nothing to do: weights are frozen
+                if not warms_up or all(d.trained()):
                     raise
-            if warms_up:
-                self._splits = d.note_left_out(made)
+                self._splits = False  # it had nothing to do, since weights are frozen
+                d.leaves_nothing.add(d.trained())
         d.run_hook("backward")
         return found
 
@@ -386,7 +387,7 @@ class Pair:
                 why = "its graphs were freed" if backward is None else "its parameters moved"
                 if self.graph.recomputes_once:
                     raise GraphedBackwardError(
-                        f"{call.name}: {why} between a forward and its backward. The context_fn of a checkpoint in it allows no "
+                        f"{call.name}: {why} between a forward and its backward. A selective checkpoint in it allows no "
                         "further recomputation: run the backward before."
                     )
                 d.tell(f"runs a backward without a graph: {why}.")

@@ -148,9 +148,9 @@ class Checkpoint:
         return getattr(self._fn, "__qualname__", None) or type(self._fn).__qualname__
 
     @property
-    def has_context(self) -> bool:
-        """Tell whether a `context_fn` takes part in recomputations; a selective one allows only one of them."""
-        return not isinstance(self._context, contextlib.nullcontext)
+    def is_selective(self) -> bool:
+        """Tell whether only some operators are recomputed, which torch allows once."""
+        return "TorchDispatchMode" in [kind.__name__ for kind in type(self._context).__mro__]
 
     @property
     def keeper(self) -> Any:

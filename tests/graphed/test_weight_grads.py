@@ -221,9 +221,55 @@ def test_gradients_that_are_left_out_in_training_alone(setting, resets):
             if resets and fn is graphed:
                 fn.reset()
             fn(x).square().sum().backward()
-            if trains:
-                fn.backward_dw()
+            fn.backward_dw()
         same_grads(module, plain)
+
+
+class Offers(torch.nn.Linear):
+    """Has the method, as Megatron's layers do, and leaves nothing out."""
+
+    def backward_dw(self):
+        pass
+
+
+def test_a_method_that_does_nothing_need_not_be_called(setting):
+    module = setting.module(Offers(8, 8))
+    module.weight.main_grad = torch.zeros_like(module.weight)
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    for _ in range(4):
+        graphed(setting.randn(4, 8)).sum().backward()
+    assert not graphed.graphed.due
+    assert graphed.graphed.stats.rerecordings == 0
+
+
+class AddsInPlace(Split):
+    def backward_dw(self):
+        grad, x, _ = self.later.pop(0)
+        self.weight.grad.add_(grad.t() @ x)
+
+
+def test_a_method_that_fails_in_a_warm_up_fails(setting):
+    with pytest.raises(AttributeError, match="add_"):
+        setting.graphed(setting.module(AddsInPlace()), (setting.randn(4, 8),))
+
+
+def test_gradients_that_no_counter_tells_of(setting):
+    class Unseen(Split):
+        def backward_dw(self):
+            grad, x, _ = self.later.pop(0)
+            if self.weight.grad is None:
+                self.weight.grad = torch.zeros_like(self.weight)
+            self.weight.grad.data.add_(grad.t() @ x)
+
+    graphed, module, plain = graphed_twins(setting, Unseen(), grad=False)
+    graphed.close()
+    x = setting.randn(4, 8)
+    for fn in (graphed, plain):
+        fn(x).sum().backward()
+        fn(x * 2).sum().backward()
+        fn.backward_dw()
+        fn.backward_dw()
+    same_grads(module, plain)
 
 
 def test_an_error_of_the_modules_own_is_raised(setting):
