@@ -141,7 +141,7 @@ def explain(
 
 
 def _check(fn: Any, optimizer: Any) -> None:
-    if not callable(fn):
+    if not callable(fn) or isinstance(fn, type):
         raise InputError(f"cgpass.explain takes a module or function, got a {type(fn).__name__}")
     found = [each for each in pytree.tree_leaves(optimizer) if each is not None]
     if not all(isinstance(each, torch.optim.Optimizer) for each in found):
@@ -293,7 +293,8 @@ def _write(value: torch.Tensor, before: torch.Tensor) -> None:
     """Restore a value; not where it is the same, for a backward that waits may have saved it."""
     if (value.shape, value.dtype) != (before.shape, before.dtype):
         value.data = before.to(value.device)
-    is_plain = before.layout is torch.strided and type(before) is torch.Tensor
+    is_strided = before.layout is torch.strided and not before.is_quantized
+    is_plain = is_strided and type(before) is torch.Tensor
     if is_plain and torch.equal(bits(value.detach().to(before.device)), bits(before)):
         return
     with torch.inference_mode(value.is_inference()), torch.no_grad():

@@ -4,14 +4,15 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
 from cgpass import telemetry
 from cgpass.errors import OptionError, VerificationError
-from cgpass.runtime.executor import Executor, Run, Step
+from cgpass.report import watch
+from cgpass.runtime.executor import Run, Step
 from cgpass.runtime.failures import random_state_kept, random_states
 from cgpass.runtime.partition import PartitionRunner
 from cgpass.runtime.rng import put_on_the_device
@@ -31,13 +32,13 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
         >>> compiled = torch.compile(torch.nn.Linear(4, 4).eval(), backend="cgpass")
         >>> with torch.no_grad(), cgpass.verify(every=2) as checks:
         ...     results = [compiled(torch.randn(2, 4)) for _ in range(5)]
-        >>> checks.checked
+        >>> checks.checked  # calls of partitions that were compared
         2
 
     Every n-th call of each captured partition also runs without a graph, on copies of the inputs and with the same
     random numbers. Its results and written inputs are compared bit by bit, which waits for the device. A warning names
-    partitions that can't be compared: those that communicate, and those whose kernels give other bits in each run
-    (`torch.use_deterministic_algorithms(True)` chooses others).
+    what can't be compared: partitions that communicate, or whose kernels give other bits in each run
+    (`torch.use_deterministic_algorithms(True)` chooses others), whole steps, and callables graphed by hand.
 
     Raises:
         OptionError: `every` is not a positive integer.
@@ -49,22 +50,23 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
             raise OptionError(f"cgpass.verify: every must be a positive int, got {every!r}")
         super().__init__()
         self.checked = 0
-        """Calls of partitions that were compared."""
         self._every = every
         self._warned = functools.cache(log.warning)
-        telemetry.listen(self._add, self)
+        self.callback(self._tell_of_others, telemetry.now().others)
+        telemetry.listen(
+            lambda _, run: [each.wrap(self._wrapped, self) for each in watch.live([run])], self
+        )
 
-    def _add(self, _: int, run: telemetry.GraphRun) -> None:
-        if isinstance(executor := run.live(), Executor):
-            executor.wrap(self._wrapped, self)
+    def _tell_of_others(self, before: Mapping[Any, tuple[int, int, int]]) -> None:
+        for each, counts in telemetry.now().others.items():
+            if counts > before.get(each, (0, 0, 0)):
+                log.warning(_NOT, each.name, "only compiled functions are compared")
 
     def _wrapped(self, step: Step, run: Run) -> Run:
         if not isinstance(runner := step.run, PartitionRunner):
             return run
         if runner.communicates:
-            log.warning(
-                _NOT, runner.name, "a partition that communicates can't run once more alone"
-            )
+            self._warned(_NOT, runner.name, "it communicates, so it can't run once more alone")
             return run
         return functools.partial(self._run, step.made, runner, run, itertools.count(1))
 
@@ -89,9 +91,8 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
             put_on_the_device(args, layout.seeds, device)
             for generator, state in states:
                 generator.set_state(state)
-            inputs = list(args)
             with torch.inference_mode(False), torch.no_grad():
-                return found(runner.fn(args), inputs)
+                return found(runner.fn(list(args)), args)
 
         outputs, recording = run(args)
         if recording is None:
@@ -115,6 +116,5 @@ def _difference(ours: Sequence[tuple[str, Any]], plain: Sequence[tuple[str, Any]
                 return f"{name} is {a!r}, and {b!r} without a graph"
         elif count := int((bits(a) != bits(b)).view(-1, a.itemsize).any(-1).sum()):
             kind = f"{a.dtype}{list(a.shape)}".removeprefix("torch.")
-            which = f"{count} of {a.numel()} elements"
-            return f"{name} ({kind}) differs in {which} from its value without a graph"
+            return f"{name} ({kind}) differs in {count} of {a.numel()} elements from its value without a graph"
     return None

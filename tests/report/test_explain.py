@@ -737,3 +737,32 @@ def test_arguments_without_a_function_are_refused():
         cgpass.explain(X, Model())
     with pytest.raises(OptionError):
         cgpass.explain(split, X, options={"no_such": 1})
+
+
+def test_a_class_is_no_function():
+    for each in (Model, int):
+        with pytest.raises(InputError, match="takes a module or function, got a type"):
+            cgpass.explain(each, X)
+    assert torch.compile(Model(), backend="eager")(X).shape == (4, 2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantized_buffer_is_restored():
+    model = nn.Linear(8, 8)
+    buffer = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+    model.register_buffer("quantized", buffer)
+    cgpass.explain(model, X)
+    assert model.quantized is buffer
+    assert torch.equal(buffer.int_repr(), torch.full((4,), 10, dtype=torch.int8))
+
+
+def test_a_backward_names_what_its_forward_lacks():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    compiled = torch.compile(model, backend="cgpass", options={"max_recordings": 2})
+    with cgpass.explain() as report:
+        for _ in range(3):
+            for n in range(2, 12):
+                compiled(torch.ones(n, 8)).sum().backward()
+    codes = {each.code for each in findings(report)}
+    assert {"max_recordings", "not_in_the_pool"} <= codes
+    assert "new_tensor" not in codes

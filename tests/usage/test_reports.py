@@ -496,3 +496,15 @@ def test_every_so_manieth_call_of_what_is_there_and_what_comes(setting):
 def test_numbers_that_are_none(every):
     with pytest.raises(OptionError, match=r"cgpass.verify: every must be a positive int"):
         cgpass.verify(every=every)
+
+
+def test_what_is_not_compared_is_named(caplog):
+    x = torch.ones(2, 4)
+    wrapped = cgpass.CUDAGraphWrapper(torch.sin, name="sine", options={"driver": "simulated"})
+    with cgpass.verify():
+        wrapped(x)
+    assert "cgpass.verify: sine: only compiled functions are compared: not verified" in caplog.text
+    caplog.clear()
+    with cgpass.verify():
+        pass
+    assert not caplog.text

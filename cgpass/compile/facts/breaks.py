@@ -43,6 +43,11 @@ _KNOWN: Final = (
     ),
     (r"builtin operator `(print)`|_(warnings\.warn)`", r"\1\2 can't be traced", _BEHIND),
     (r"logging\.Logger|[Ll]ogger", "a logger's method can't be traced", _BEHIND),
+    (
+        "[Bb]ackwards? hooks require compiled autograd",
+        "a module has full backward hooks",
+        "compile the modules beside it, or hook tensors instead: tensor.register_hook(...)",
+    ),
     ("Observed exception", "an exception is raised", "check and raise before what is compiled"),
     (r"torch\._dynamo\.graph_break\(\)", "torch._dynamo.graph_break() is called", "remove it"),
     (
@@ -142,6 +147,8 @@ def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
         detail += f", in {library_file(last.filename)}:{last.lineno}"
         if "torch._dynamo.graph_break()" in text:
             fix = "leave it: torch compiles the function called there by itself"
+        elif fix == _BEHIND:  # the file is somebody else's
+            fix = _OUTSIDE
     elif len(users) > 1:
         detail += f", reached from {at(users[0].filename, users[0].lineno, users[0].name)}"
     return replace(reason, detail=detail, fix=fix if rest is None else f"{fix}; {_LOOP}", rest=rest)

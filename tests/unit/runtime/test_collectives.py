@@ -109,7 +109,7 @@ def test_what_communicates_is_not_verified_and_a_warning_names_it(alone, caplog)
     (told,) = [r.getMessage() for r in caplog.records if "not verified" in r.getMessage()]
     assert told.startswith("cgpass.verify: inference captured_0 of test_collectives.py:")
     assert told.endswith(
-        "in fn: a partition that communicates can't run once more alone: not verified"
+        "in fn: it communicates, so it can't run once more alone: not verified"
     )
 
 
