@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
-from cgpass.errors import CGPassError, HookError, InputError
+from cgpass.errors import CGPassError, GraphedBackwardError, HookError, InputError
 from cgpass.graphed.binding import Binding
 from cgpass.graphed.modules import Statics, Target
 from cgpass.graphed.options import GraphedOptions, Hooks, run_hook
@@ -73,8 +73,8 @@ class GraphedFunction:
         """True if the module says so itself."""
         self.due: deque[Call | None] = deque()
         """Calls whose backward ran, but not yet what was split off, oldest first; None for one without a graph."""
-        self.leaves_nothing: set[tuple[bool, ...]] = set()
-        """Which parameters required gradients where a warm-up's backward left none out, since others were frozen."""
+        self.leaves_nothing: dict[tuple[bool, ...], str | None] = {}
+        """Which parameters required gradients where a warm-up's backward left none out, and what `backward_dw` raised there."""
         self._target = target
         self._owner = owner
         """Makes the recordings; None to run without a graph always."""
@@ -168,6 +168,11 @@ class GraphedFunction:
     def trained(self) -> tuple[bool, ...]:
         """Tell which parameters and buffers require a gradient."""
         return tuple(bool(getattr(each, "requires_grad", False)) for each in self.statics.held())
+
+    def has_frozen(self) -> bool:
+        """Tell if some of its parameters require no gradient."""
+        held = self.statics.held()
+        return any(isinstance(p, torch.nn.Parameter) and not p.requires_grad for p in held)
 
     def leaves_gradients_out(self) -> bool:
         """Tell if each backward leaves some to `backward_dw`, with parameters as they are."""
@@ -334,7 +339,15 @@ class GraphedFunction:
         """Compute the weights' gradients that the oldest backward left out, and add them to `.grad`.
 
         A backward that ran without a graph is the callable's own to complete.
+
+        Raises:
+            GraphedBackwardError: It raised when it was recorded: nothing was left to it.
         """
+        error = None if self.due else self.leaves_nothing.get(self.trained())
+        if error is not None:
+            raise GraphedBackwardError(
+                f"{self.name}: its backward_dw() raised {error} when it was recorded, and was taken to have nothing to do."
+            )
         call = self.due.popleft() if self.due else None
         if call is not None:
             assert call.pair is not None

@@ -127,6 +127,12 @@ class Target:
     def _holder(self) -> Any:
         return self.plain if self.around is None else self.around
 
+    def _offers(self, name: str) -> bool:
+        """Tell whether the module has a member of that name; of what it forwards, all but `graphed` count."""
+        own = {name for members in _MEMBERS for name in vars(self.plain)[members]}
+        is_own = name in own or hasattr(type(self.plain), name)
+        return is_own or (name != "graphed" and hasattr(self.plain, name))
+
     def graphed(self, function: Any) -> torch.nn.Module:
         """Return a module with the attributes of `plain` whose forward is a `GraphedFunction`.
 
@@ -157,18 +163,15 @@ class Target:
         if hasattr(kind, "__deepcopy__"):
             members["__deepcopy__"] = lambda self, memo: alone(self).__deepcopy__(memo)
         added = {"graphed": function, "reset": function.reset, "close": function.close}
-        own_names = {name for members in _MEMBERS for name in vars(self.plain)[members]}
-        members |= {
-            name: each
-            for name, each in added.items()
-            if not (hasattr(kind, name) or name in own_names)
-        }
+        members |= {name: each for name, each in added.items() if not self._offers(name)}
         if function.makes_weight_grads is not None:
 
-            def backward_dw(self: Any) -> None:
-                function.backward_dw() if self is the_one() else kind.backward_dw(self)
+            def backward_dw(self: Any) -> Callable[[], Any]:
+                if self is the_one():
+                    return function.backward_dw
+                return vars(self).get("backward_dw") or functools.partial(kind.backward_dw, self)
 
-            members["backward_dw"] = backward_dw
+            members["backward_dw"] = property(backward_dw)  # before what the object itself has
         made: Any = type(kind)(kind.__name__, (kind,), members)
         module: torch.nn.Module = object.__new__(made)
         object.__setattr__(module, "__dict__", vars(self.plain))

@@ -225,16 +225,20 @@ class Pair:
         grads.clear()
         self._backward_key = fast.layouts(members)  # by now hooks may have moved them
         found = execute(self._run_graph, args, kinds, "backward")
-        self._splits = d.leaves_gradients_out() and (warms_up or self._splits)
+        trained = () if d.makes_weight_grads is None else d.trained()
+        self._splits = any(trained) and (warms_up or self._splits)
         if self._splits:
+            error = None
             try:
                 made = execute(self._make_weight_grads, list(members), static, "backward_dw")
                 self._splits = d.always_leaves_some or any(grad is not None for grad in made)
-            except Exception:
-                if not warms_up or all(d.trained()):
+            except Exception as raised:
+                if not warms_up or (d.always_leaves_some and not d.has_frozen()):
                     raise
-                self._splits = False  # it had nothing to do, since weights are frozen
-                d.leaves_nothing.add(d.trained())
+                self._splits = False  # it has nothing to do, as where weights are frozen
+                error = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0]}"
+            if not self._splits:
+                d.leaves_nothing[trained] = error
         d.run_hook("backward")
         return found
 

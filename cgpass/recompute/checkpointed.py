@@ -150,7 +150,7 @@ class Checkpoint:
     @property
     def is_selective(self) -> bool:
         """Tell whether only some operators are recomputed, which torch allows once."""
-        return "TorchDispatchMode" in [kind.__name__ for kind in type(self._context).__mro__]
+        return type(self._context).__name__ == "_CachedTorchDispatchMode"
 
     @property
     def keeper(self) -> Any:

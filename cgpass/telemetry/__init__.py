@@ -192,7 +192,7 @@ class _Registry:
     """Training steps and what was graphed by hand, which summaries list as their `explain()` does."""
     since: Moment = field(default_factory=Moment)
     """The counts when the summary began."""
-    listeners: list[Callable[[int, GraphRun], None]] = field(default_factory=list)
+    listeners: list[Callable[[int, GraphRun], object]] = field(default_factory=list)
 
 
 _registry = _Registry()
@@ -233,7 +233,7 @@ def add_run(graph: int, run: GraphRun) -> None:
         listener(graph, run)
 
 
-def listen(listener: Callable[[int, GraphRun], None], until: ExitStack) -> None:
+def listen(listener: Callable[[int, GraphRun], object], until: ExitStack) -> None:
     """Have `listener` told of what runs each graph, now and later, until a stack is closed; it is where this raises."""
     known = _registry.listeners
     for _ in range(2):  # a signal may come inside

@@ -143,3 +143,26 @@ def test_what_is_passed_on_requires_grad_if_it_did(setting):
     _, passed = graphed(setting.randn(3, 4), setting.randn(3, 4))
     assert not passed.requires_grad
     passed.add_(1)
+
+
+class Forwards(torch.nn.Module):
+    """Offers what its inner module does."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Gated()
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_members_that_are_forwarded_are_there(setting):
+    graphed = setting.graphed(setting.module(Forwards()), (setting.randn(2, 4),))
+    assert graphed.reset is graphed.inner.reset
+    assert graphed.graphed.stats.recordings

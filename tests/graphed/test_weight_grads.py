@@ -248,9 +248,41 @@ class AddsInPlace(Split):
         self.weight.grad.add_(grad.t() @ x)
 
 
-def test_a_method_that_fails_in_a_warm_up_fails(setting):
-    with pytest.raises(AttributeError, match="add_"):
-        setting.graphed(setting.module(AddsInPlace()), (setting.randn(4, 8),))
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_method_that_fails_in_a_warm_up_fails(setting, frozen):
+    module = setting.module(AddsInPlace())
+    module.register_buffer("table", setting.randn(2))
+    module.bias.requires_grad_(not frozen)
+    if not frozen:
+        with pytest.raises(AttributeError, match="add_"):
+            setting.graphed(module, (setting.randn(4, 8),))
+        return
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    graphed(setting.randn(4, 8)).sum().backward()
+    with pytest.raises(cgpass.errors.GraphedBackwardError, match=r"raised AttributeError: .*add_"):
+        graphed.backward_dw()
+
+
+class OfAChild(torch.nn.Module):
+    """Has the method among its attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.child = Split()
+        self.backward_dw = self.child.backward_dw
+
+    def forward(self, x):
+        return self.child(x)
+
+
+def test_a_method_among_the_attributes(setting):
+    module, plain = twins(setting, OfAChild())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    x = setting.randn(4, 8)
+    for fn in (graphed, plain):
+        fn(x).square().sum().backward()
+        fn.backward_dw()
+    same_grads(module, plain)
 
 
 def test_gradients_that_no_counter_tells_of(setting):

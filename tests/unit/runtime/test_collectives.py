@@ -108,9 +108,7 @@ def test_what_communicates_is_not_verified_and_a_warning_names_it(alone, caplog)
     assert verification.checked == 4, "tanh"
     (told,) = [r.getMessage() for r in caplog.records if "not verified" in r.getMessage()]
     assert told.startswith("cgpass.verify: inference captured_0 of test_collectives.py:")
-    assert told.endswith(
-        "in fn: it communicates, so it can't run once more alone: not verified"
-    )
+    assert told.endswith("in fn: it communicates, so it can't run once more alone: not verified")
 
 
 def in_place(x, group):
