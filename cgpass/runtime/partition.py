@@ -395,7 +395,9 @@ class PartitionRunner:
             else:
                 what = describe(infos, others, limit=_NAMED)
                 cause = "other tensors", f"the first call with other tensors for {what}"
-        if any_shape is not None and (found.new or found.code != "not_in_the_pool"):
+        if code == "new_tensor" and found.code == "not_in_the_pool" and not found.new:
+            code = found.code
+        if any_shape is not None and code != "not_in_the_pool":
             self.reasons.note_changed(code, [(infos[i].name, infos[i].line) for i in new])
         self._unseen += 1
         told = cause[0], cause[1], self._named(others)[1]
@@ -408,10 +410,10 @@ class PartitionRunner:
         why_not = _CANNOT_BE_COPIED.get(found.code or "", "").format(self.options.max_copied_mib)
         if self._unseen < (_MOVES if why_not else 2 * self.options.max_recordings):
             return None
-        if found.code == "not_in_the_pool" and not found.new:  # its maker said why
+        if code == "not_in_the_pool":  # its maker said why
             name, line = self._named(found.absent)
             text = f"the partition that makes {name} ran without a graph"
-            self.reasons.note(found.code, lambda: (text, line))
+            self.reasons.note(code, lambda: (text, line))
             return text
         names = describe(self.layout.infos, found.new or found.absent, args)
         cause, fix = f"each had other tensors: {names}", OTHER_FIXES[code]
