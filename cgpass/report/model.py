@@ -127,7 +127,7 @@ class Facts:
             for part in graph.partitions
             if any(each.captured for each in graph.partitions)
         )
-        return eager + sum(not r.is_earlier for r in (*self.graph_breaks, *self.left_to_eager))
+        return eager + len(self.graph_breaks) + len(self.left_to_eager)
 
     @property
     def plain_calls(self) -> int:

@@ -186,4 +186,4 @@ def _told(report: Report) -> dict[str, str]:
     """Lines on what costs time, by what stays the same where code moves and calls are more."""
     lines = [f"{each.line}: {text.what(each)}; {each.fix}" for each in text.findings(report)]
     lines += [line.strip() for other in report.others for line in other.splitlines()]
-    return {_NUMBER.sub("", line): line for line in lines}
+    return {_NUMBER.sub("", line.replace(text.EARLIER, "")): line for line in lines}

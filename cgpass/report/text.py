@@ -21,6 +21,7 @@ NOTHING: Final = (
     "under torch.compiler.disable, is a container of torch's own (nn.Sequential) inside DistributedDataParallel or FSDP, or "
     "torch.compile gave up on it earlier in this process (torch.compiler.reset() makes it try again)."
 )
+EARLIER: Final = "noted before this report: "
 _DROP: Final = (
     "drop results, and call zero_grad(), before the next call; if you need them, leave it"
 )
@@ -140,7 +141,7 @@ def findings(report: Facts) -> list[Reason]:
 def _found(report: Facts) -> Iterator[tuple[float, Reason]]:
     """Each thing that costs time, and how many operators ran without a graph for it: infinite where nobody counted."""
     for reason in (*report.left_to_eager, *report.graph_breaks):
-        detail = f"{'noted before this report: ' if reason.is_earlier else ''}{reason.detail}"
+        detail = f"{EARLIER if reason.is_earlier else ''}{reason.detail}"
         where = reason.line
         if reason.rest is not None:
             where = f"{reason.rest} runs in eager{f' because of {where}' if where else ''}"

@@ -276,6 +276,12 @@ def test_lines_that_only_moved_are_no_change():
     assert diff(sample(), sample(graph_breaks=(line,))) == "nothing changed"
 
 
+def test_what_was_noted_before_is_no_change():
+    line = Reason("graph_break", "", "graph break: print", "remove it", "model.py:50 in f")
+    earlier = dataclasses.replace(line, is_earlier=True)
+    assert diff(sample(graph_breaks=(line,)), sample(graph_breaks=(earlier,))) == "nothing changed"
+
+
 def test_one_cause_in_more_calls_is_no_change():
     cause = "ran without a graph: they were made inside a transform"
     few, more, other = (
