@@ -41,7 +41,13 @@ def prepared(options: GraphedOptions, device: torch.device) -> Iterator[None]:
         torch_private.no_outer_saved_tensors_hooks(),  # a checkpoint's, which expects what a replay saves
         random_state_kept(device, [] if tracker is None else list(tracker.generators.values())),
     ):
-        yield
+        try:
+            yield
+        except BaseException:
+            mend(
+                open_modes
+            )  # before random states are put back, for a capture that broke off has others
+            raise
 
 
 class GraphedFunction:

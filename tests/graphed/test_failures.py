@@ -7,6 +7,7 @@ import torch
 
 import cgpass
 from cgpass.graphed.modules import Statics
+from cgpass.runtime import simulated
 from cgpass.runtime.recording import Recording
 from tests.graphed.steps import net, rng_state, same, step, twins
 
@@ -294,3 +295,23 @@ def test_an_interrupted_recording_leaves_modules_as_they_were(setting, monkeypat
         setting.graphed(module, (x,))
     assert all(a is b for a, b in zip(module.parameters(), before, strict=True))
     same(setting.graphed(module, (x,))(x), module(x))
+
+
+def test_random_numbers_after_a_capture_that_could_not_be_undone(monkeypatch):
+    """What is undone late must not have numbers of the middle of it come back."""
+    undo, calls = simulated._Tape.undo, []
+
+    def fails_once(self):
+        calls.append(self)
+        if len(calls) == 1:
+            raise MemoryError
+        undo(self)
+
+    monkeypatch.setattr(simulated._Tape, "undo", fails_once)
+    state = torch.get_rng_state()
+    with pytest.raises(MemoryError):
+        cgpass.make_graphed_callables(
+            torch.nn.Dropout(0.5), (torch.ones(4),), options={"driver": "simulated"}
+        )
+    assert len(calls) > 1
+    assert torch.equal(torch.get_rng_state(), state)
