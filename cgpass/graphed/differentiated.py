@@ -39,6 +39,8 @@ from cgpass.runtime.writes import has_place
 if TYPE_CHECKING:
     from cgpass.graphed.callables import GraphedFunction
 
+_PLAIN = (bool, int, float, str)
+"""Classes of attributes of parameters that a replay sets as the backward did."""
 _REENTRANT = "CheckpointFunctionBackward"
 """Nodes of torch's checkpoints that are no hooks of saved tensors."""
 
@@ -69,6 +71,8 @@ class Differentiated:
         self._reached: set[int] = set()
         self.wanted: tuple[int, ...] = ()
         """Of `leaves`, those that the graph leads to, in order."""
+        self.attributes: dict[tuple[int, str], Any] = {}
+        """Plain values that the backward set on stand-ins, by number and name: `grad_added_to_main_grad`."""
         self.keeps_inputs = False
         """True if something keeps arguments that does not tell, as a warm-up finds."""
         self.recomputes_once = False
@@ -245,6 +249,8 @@ class Differentiated:
         known = [*saved, *grads, *members]
         taken = {t.untyped_storage().data_ptr() for t in known if has_place(t)}
         given = list(grads)
+        stand_ins = self.leaves[self._num_inputs :]
+        before = [dict(vars(each)) for each in stand_ins]
         del known
         saved.clear()
         grads.clear()
@@ -268,6 +274,10 @@ class Differentiated:
                 )
         finally:
             self._saved = []
+        for n, each in enumerate(stand_ins):
+            for name, value in vars(each).items():
+                if isinstance(value, _PLAIN) and value != before[n].get(name, ...):
+                    self.attributes[n, name] = value
         layouts = {grad.layout for grad in found if grad is not None} - {torch.strided}
         if layouts:
             raise self._d.refusal(f"has gradients of layout {layouts.pop()}. Make them dense")

@@ -302,6 +302,17 @@ class Statics:
                     place.copy_(value)
                 tensor.data = place
 
+    @contextlib.contextmanager
+    def accumulated_kept(self) -> Iterator[None]:
+        """A block that adds to `main_grad` of parameters, which is then as it was."""
+        found = [getattr(each, _ACCUMULATED, None) for each in self.distinct()]
+        before = [(each, each.clone()) for each in found if isinstance(each, torch.Tensor)]
+        try:
+            yield
+        finally:
+            for grad, value in before:
+                grad.copy_(value)
+
     def held(self) -> list[Any]:
         """What modules hold by the names of the tensors; `...` where there is no such name any more."""
         return [holder.get(key, ...) for holder, key in zip(self._dicts, self._keys, strict=True)]

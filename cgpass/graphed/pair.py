@@ -224,6 +224,23 @@ class Pair:
         saved.clear()
         grads.clear()
         self._backward_key = fast.layouts(members)  # by now hooks may have moved them
+        with d.statics.accumulated_kept():
+            found = self._run_both(execute, args, kinds, members, static, warms_up=warms_up)
+        d.run_hook("backward")
+        return found
+
+    def _run_both(
+        self,
+        execute: Execute,
+        args: list[Any],
+        kinds: list[InputKind],
+        members: Sequence[Any],
+        static: list[InputKind],
+        *,
+        warms_up: bool,
+    ) -> list[Any]:
+        """Run the backward, and what it leaves to `backward_dw`."""
+        d = self.description
         found = execute(self._run_graph, args, kinds, "backward")
         trained = () if d.makes_weight_grads is None else d.trained()
         self._splits = any(trained) and (warms_up or self._splits)
@@ -239,7 +256,6 @@ class Pair:
                 error = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0]}"
             if not self._splits:
                 d.leaves_nothing[trained] = error
-        d.run_hook("backward")
         return found
 
     def _run_graph(self, args: list[Any]) -> list[Any]:
@@ -400,6 +416,8 @@ class Pair:
                 args = [*self._saved_of(call), *call.members, *grads]
                 grads.clear()
                 found = self._run_graph(args)
+            for (n, name), value in self.graph.attributes.items():
+                setattr(call.members[n], name, value)
             if self._splits:
                 d.due.append(call)
             elif call.ended:

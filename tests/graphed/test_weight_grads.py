@@ -498,3 +498,44 @@ def test_graphs_that_are_freed_before_the_weights_gradients(setting):
         fn(x).sum().backward()
         fn.backward_dw()
     same_grads(module, plain)
+
+
+class _Accumulates(torch.autograd.Function):
+    """Adds to `main_grad`, something of its own, too, and says so, as fused layers of Megatron's do."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        weight.main_grad.add_(grad.t() @ x + 0.5)
+        weight.grad_added_to_main_grad = True
+        return grad @ weight, torch.zeros_like(weight)
+
+
+class Accumulates(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        return _Accumulates.apply(x, self.weight)
+
+
+def test_what_a_fused_backward_leaves_on_a_parameter(setting):
+    module, plain = twins(setting, Accumulates())
+    for each in (module, plain):
+        each.weight.main_grad = torch.zeros_like(each.weight)
+        each.weight.grad_added_to_main_grad = False
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    same(module.weight.main_grad, torch.zeros_like(plain.weight))
+    for _ in range(3):
+        x = setting.randn(4, 8)
+        for fn in (graphed, plain):
+            fn.weight.grad_added_to_main_grad = False
+            fn(x).square().sum().backward()
+            assert fn.weight.grad_added_to_main_grad
+        same(module.weight.main_grad, plain.weight.main_grad)
