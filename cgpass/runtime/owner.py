@@ -93,8 +93,10 @@ class Owner:
         )
         """Memory of copied inputs, kept alive by the recordings that read it. See Note [Placeholders are shared]."""
         self._pool_addresses: Counter[int] = Counter()
-        self.plain_results: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        """Storages of what captured partitions returned in calls without a graph."""
+        self.plain_results: weakref.WeakKeyDictionary[torch.UntypedStorage, bool] = (
+            weakref.WeakKeyDictionary()
+        )
+        """Storages of what captured partitions returned in calls without a graph; True if these were warm-ups."""
         _owners.add(self)
 
     def enter_call(self, *, is_backward: bool = False) -> None:
@@ -278,11 +280,15 @@ class Owner:
         """Tell whether `tensor` lies in the output of a recording."""
         return self._pool_addresses[tensor.untyped_storage().data_ptr()] > 0
 
-    def note_plain_results(self, outputs: Iterable[Any]) -> None:
+    def note_plain_results(self, outputs: Iterable[Any], *, is_warm_up: bool = False) -> None:
         """Note the results of a captured partition without a graph: its readers in this call run without one, too."""
         for value in outputs:
             if has_place(value):
-                self.plain_results.add(value.untyped_storage())
+                self.plain_results[value.untyped_storage()] = is_warm_up
+
+    def made_in_warm_ups(self, values: "Iterable[torch.Tensor]") -> bool:
+        """Tell whether no partition that made some of these values without a graph goes on to run without one."""
+        return all(self.plain_results.get(value.untyped_storage(), True) for value in values)
 
     # ---- end
 

@@ -309,6 +309,8 @@ class PartitionRunner:
         """Row 6: run without a graph. Two keys were seen from now on: the call's, and that of a next one at these places."""
         table, inputs = self.table, self._inputs
         if found.code == "not_in_the_pool" and seen and seen.recordings and not seen.is_gone:
+            if self.owner.made_in_warm_ups(args[i] for i in found.absent):
+                return self._warm_up(args), None
             name, line = self._named(found.absent)
             return self._plain(
                 args, found.code, f"the partition that makes {name} ran without a graph", line
@@ -340,7 +342,7 @@ class PartitionRunner:
         self.layout.mutated |= changes.found()
         stats.warmups += why is None
         stats.plain_calls += why is not None
-        self.owner.note_plain_results(outputs)
+        self.owner.note_plain_results(outputs, is_warm_up=why is None)
         return outputs
 
     # ---- what is said of it
@@ -460,7 +462,7 @@ class PartitionRunner:
                 if again is not None:
                     recording = self._attempt(args, found, again)
             if isinstance(recording, Recording):
-                self._add(recording, seen, found, key)
+                self._add(recording, args, seen, found, key)
         if not isinstance(recording, Exception):
             return recording
         error, recording = recording, None
@@ -499,15 +501,18 @@ class PartitionRunner:
     def _ran_here(self) -> bool:
         return getattr(self._here, "ran", False)
 
-    def _add(self, recording: Recording, seen: Seen, found: Found, key: bytes) -> None:
+    def _add(
+        self, recording: Recording, args: Sequence[Any], seen: Seen, found: Found, key: bytes
+    ) -> None:
         """Keep a recording, and say why it was made."""
         cause, others = seen.cause, seen.recordings
-        if others.get(found.values):
+        beside = others.get(found.values, ())
+        if not all(self._has_younger_inputs(each, args) for each in beside):
             cause = "held", _HELD, None
         elif others:
             names = describe(self.layout.infos, self.layout.pooled, limit=_NAMED)
-            line = self._named(self.layout.pooled)[1]
-            cause = "memory", f"values of other partitions moved: {names}", line
+            why = f"values of other partitions moved, or were recorded again: {names}"
+            cause = "memory", why, self._named(self.layout.pooled)[1]
         took = (time.perf_counter() - self._started) * 1e3
         note = RecordingNote(
             *cause[:2], recording.copied_bytes, took, self._warm_up_ms, cause[2] or self.returned_at
@@ -528,6 +533,15 @@ class PartitionRunner:
         others.setdefault(found.values, []).append(recording)
         if not found.copied:
             self._last = (seen.key[0], key, others[found.values])
+
+    def _has_younger_inputs(self, recording: Recording, args: Sequence[Any]) -> bool:
+        """Tell whether values that it reads come from recordings that were made after it, whose order it can't keep."""
+        read = {args[i].untyped_storage()._cdata for i in self.layout.pooled}
+        return any(
+            maker.capture_index > recording.capture_index
+            and any(maker.memory.watch[0][n]._cdata in read for n in blocks)
+            for maker, blocks in self.owner.overwritten_by(recording)
+        )
 
     def _close(self, recordings: Sequence[Recording]) -> None:
         self._last = None

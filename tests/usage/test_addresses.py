@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import cgpass
 from cgpass import torch_private
 from cgpass.errors import StaticInputMovedError
 from tests.usage import programs
@@ -51,6 +52,24 @@ def test_what_moves_in_every_call_is_copied_for_good(setting, caplog):
     assert (counters["warmups"], counters["plain_calls"]) == (2, 0), counters
     assert counters["recordings"] == 1, counters
     assert not caplog.records
+
+
+def body_replaced_once(session):
+    """The backward of a frozen body reads none of its parameters."""
+    module, call = session.compiled(MLP)
+    module.layers[0].requires_grad_(False)
+    for number, batch in enumerate(session.batches(4, 8, count=10)):
+        if number == 5:
+            module.layers[0].weight.data = module.layers[0].weight.data * 0.5
+        yield learn(module, call(batch).square().mean())
+
+
+def test_a_parameter_that_is_replaced_costs_a_warm_up_of_each_partition(setting):
+    with cgpass.explain() as report:
+        counters = setting.compare(body_replaced_once)
+    assert (counters["warmups"], counters["plain_calls"]) == (4, 0), counters
+    causes = [[n.cause for n in each.recordings] for each in report.partitions]
+    assert causes == [["first", "moved"], ["first", "memory"]]
 
 
 # ---- ways in which parameters, buffers and other tensors that seem fixed move or change

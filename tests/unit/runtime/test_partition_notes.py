@@ -37,7 +37,7 @@ def test_values_of_other_partitions_that_lie_elsewhere():
     for n in (2, 2, 3, 3, 3):
         both(n)
     assert causes(second) == ["first", "memory"]
-    assert "values of other partitions moved: x0" in second.notes[-1].detail
+    assert "values of other partitions moved, or were recorded again: x0" in second.notes[-1].detail
 
 
 def test_results_that_are_held_with_their_backward_to_come():
