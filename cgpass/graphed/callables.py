@@ -44,9 +44,8 @@ def prepared(options: GraphedOptions, device: torch.device) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            mend(
-                open_modes
-            )  # before random states are put back, for a capture that broke off has others
+            # before random states are put back, for a capture that broke off has others
+            mend(open_modes)
             raise
 
 
