@@ -2,7 +2,8 @@
 
 Note [One rule for inputs]
     What an input is depends on what the compiler knows and on where it lies in this call. A static input (a parameter, a
-    buffer, a tensor marked static) is read in place where it lay in an earlier call, and copied at a place that is new.
+    buffer, a tensor marked static) is copied in the first two calls at a place that is new, so that one that moves in
+    every other call (by SAM) needs no recordings, and read in place from then on.
     A value of another recording (a saved tensor, a value between partitions) is read in place where a living recording
     put it, and copied where a hook, offloading or a rescue moved it. All else on the device is copied. Places that take
     turns (FSDP2 empties a layer's storage, and the next one's comes to lie there) are no new ones.
@@ -201,15 +202,18 @@ class Inputs:
         self._before: tuple[bytes, bytes] | None = None
         """Addresses and storages of the last call whose inputs are all known."""
 
-    def find(self, args: Sequence[Any], key: bytes) -> Found:
-        """Sort one call's inputs."""
+    def find(self, args: Sequence[Any], key: bytes, new: tuple[int, ...] | None = None) -> Found:
+        """Sort one call's inputs; where `new` is given, these static ones are copied if they may be."""
         layout, owner = self._layout, self._owner
         places, values = layout.split(key)
         absent = tuple(
             i for i in layout.pooled if args[i].numel() and not owner.is_pool_storage(args[i])
         )
-        new = self._at_new_places(args, places)
-        code = self._why_not_copied(args, new, absent)
+        is_another = False
+        if new is None:
+            new = self._at_new_places(args, places)
+            is_another = bool(new) and self._is_another_module(args, new)
+        code = "new_module" if is_another else self._why_not_copied(args, new, absent)
         made_plainly = any(args[i].untyped_storage() in owner.plain_results for i in absent)
         if code != "new_module" and made_plainly:
             code = "not_in_the_pool"
@@ -240,8 +244,6 @@ class Inputs:
     def _why_not_copied(
         self, args: Sequence[Any], new: Sequence[int], absent: Sequence[int]
     ) -> str | None:
-        if new and self._is_another_module(args, new):
-            return "new_module"
         copied, infos = (*new, *absent), self._layout.infos
         if any(infos[i].in_place for i in copied):
             return "in_place"

@@ -6,7 +6,8 @@ Note [What a call does]
 
     1   it is inside somebody else's capture or a transform, its owner is closed, there is no native code, or this
         partition or key is left plain: it runs without a graph
-    2   it has recordings, one of which overwrites nothing that is referenced: replay
+    2   it has recordings, one of which overwrites nothing that is referenced: replay. If it is the second call in a new
+        place, these are the ones that the first was copied for
     3   it has recordings, all of which overwrite results of calls whose backward is due (`OutputMemory.can_rescue`):
         record another one, and replay it
     3b  the same, with `max_pending_calls` of them: without a graph
@@ -251,6 +252,8 @@ class PartitionRunner:
         seen = self.table.get(shape, found.places)
         if self.options.static_input_check == "error":
             self._refuse_moved(found, args)
+        if seen is None or (seen.is_gone and not seen.recordings):
+            seen, found = self._copied_once_more(args, shape, found, key, seen)
         if seen is None or found.code is not None:
             return self._unrecorded(args, shape, found, key, seen)
         self._inputs.remember(args, found.new)
@@ -261,6 +264,25 @@ class PartitionRunner:
             if recording is not None or self.layout.static_key(args) != key:
                 return recording
         return self._record_or_not(args, seen, found, key)
+
+    def _copied_once_more(
+        self, args: Sequence[Any], shape: ShapeKey, found: Found, key: bytes, seen: Seen | None
+    ) -> tuple[Seen | None, Found]:
+        """Row 2 for the second call in new places, whose first was copied; the next one records it there."""
+        places, _ = self.layout.split(key)
+        other = None if found.code else self.table.copying(shape, places)
+        if other is None:
+            return seen, found
+        each = zip(self.layout.checked, array("q", other.key[1]), array("q", places), strict=True)
+        again = self._inputs.find(args, key, tuple(i for i, at, here in each if at != here))
+        if again.code is not None:
+            return seen, found
+        objects = tuple(args[i] for i in self.layout.objects)
+        storages = self._inputs.storages(args, places)
+        moved = describe(self.layout.infos, again.new, args, _NAMED)
+        cause = "moved", f"moved: {moved}", self._named(again.new)[1]
+        self.table.remember(Seen((shape, places), storages, other.draws, objects, cause))
+        return other, again
 
     def _record_or_not(
         self, args: list[Any], seen: Seen, found: Found, key: bytes
@@ -308,13 +330,13 @@ class PartitionRunner:
     ) -> Plain:
         """Row 6: run without a graph. Two keys were seen from now on: the call's, and that of a next one at these places."""
         table, inputs = self.table, self._inputs
-        if found.code == "not_in_the_pool" and seen and seen.recordings and not seen.is_gone:
-            if self.owner.made_in_warm_ups(args[i] for i in found.absent):
+        if found.code == "not_in_the_pool":
+            if not self.owner.made_in_warm_ups(args[i] for i in found.absent):
+                name, line = self._named(found.absent)
+                why = f"the partition that makes {name} ran without a graph"
+                return self._plain(args, found.code, why, line)
+            if seen and seen.recordings and not seen.is_gone:
                 return self._warm_up(args), None
-            name, line = self._named(found.absent)
-            return self._plain(
-                args, found.code, f"the partition that makes {name} ran without a graph", line
-            )
         storages = inputs.storages(args, found.places)
         if seen is None and not table.has_room(tuple(storages)):
             return self._full(args, shape)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import logging
 import random
 
@@ -70,6 +71,27 @@ def test_a_parameter_that_is_replaced_costs_a_warm_up_of_each_partition(setting)
     assert (counters["warmups"], counters["plain_calls"]) == (4, 0), counters
     causes = [[n.cause for n in each.recordings] for each in report.partitions]
     assert causes == [["first", "moved"], ["first", "memory"]]
+
+
+def moved_in_every_other_call(session, *, replaced):
+    """As by SAM, whose second step puts back what the first one moved, and by weights that are lent for an evaluation."""
+    module, call = session.compiled(MLP)
+    for number, batch in enumerate(session.batches(4, 8, count=30)):
+        if number % 2 == 0:
+            for each in module.layers[::2]:
+                if replaced:
+                    each.weight = nn.Parameter(each.weight.detach() * 0.9)
+                else:
+                    each.weight.data = each.weight.data * 0.9
+        yield learn(module, call(batch).square().mean())
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_what_moves_in_every_other_call_is_copied_for_good(setting, replaced):
+    program = functools.partial(moved_in_every_other_call, replaced=replaced)
+    counters = setting.compare(program)
+    assert counters["warmups"] <= 8 >= counters["recordings"], counters
+    assert counters["plain_calls"] == 0, counters
 
 
 # ---- ways in which parameters, buffers and other tensors that seem fixed move or change

@@ -387,13 +387,22 @@ def test_sizes_that_do_not_come_again_are_named_once(caplog):
 def test_one_more_call_without_a_graph_leaves_known_how_far_operators_draw():
     """Recordings go by what an earlier call of the same key learnt."""
     run, value = runner(lambda p, x: [p * x], POOLED, COPIED), torch.ones(2)
-    run.owner.note_plain_results([value])
+    run.owner.note_plain_results([value], is_warm_up=True)
     call(run, value, torch.ones(2))
     (seen,) = run.table.seen()
     seen.draws[:] = [5]
     assert call(run, value, torch.ones(2)) == [[1, 1]]
     assert counts(run) == (2, 0, 0, 0)
     assert seen.draws == [5]
+
+
+def test_what_reads_results_of_a_partition_at_a_limit_is_no_warm_up():
+    run, value = runner(lambda p, x: [p * x], POOLED, COPIED), torch.ones(2)
+    run.owner.note_plain_results([value])
+    for _ in range(3):
+        assert call(run, value, torch.ones(2)) == [[1, 1]]
+    assert (run.stats.plain_calls, run.stats.warmups) == (3, 0)
+    assert run.table.seen() == []
 
 
 def test_what_shares_memory_with_what_is_written_says_that_and_not_a_size(caplog):
