@@ -237,7 +237,7 @@ class GraphedFunction:
         """The pair to be replayed, or why there is none; and parameters and buffers as they are."""
         try:
             now = self.statics.now()
-            key = fast.layouts(now), fast.requiring_grad(now), flags
+            key = self.statics.layouts(now), fast.requiring_grad(now), flags
         except (KeyError, TypeError, AttributeError, RuntimeError):
             return "a parameter or buffer was removed, or is no dense tensor any more", []
         pairs = self._pairs.get(key, ())

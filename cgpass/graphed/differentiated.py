@@ -13,15 +13,17 @@ Note [A backward with explicit saved tensors]
     saved tensors would lose. For that reason hooks are registered afterwards, and not by `saved_tensors_hooks`.
 
     Some nodes don't tell what they saved (autograd functions in C++), and Python code may keep tensors as it likes
-    (`ctx.x = x`, weight gradients that are computed later). What they keep of the arguments a warm-up finds
-    (`keeps_inputs`); what they keep of the pool is found by who owns memory there after a capture. A replay would
+    (`ctx.x = x`, weight gradients that are computed later). What they keep of arguments and results a warm-up finds
+    (`is_secretive`); what else they keep of the pool is found by who owns memory there after a capture. A replay would
     overwrite it: such a recording shares no memory and serves one call at a time (`Pair._is_alone`).
 """
 
+import contextlib
 import functools
 import math
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +32,7 @@ from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
 from cgpass.graphed.binding import like_leaf
-from cgpass.graphed.modules import Statics
+from cgpass.graphed.modules import ACCUMULATED, Statics
 from cgpass.recompute.checkpointed import Checkpoint
 from cgpass.runtime.changes import Mode
 from cgpass.runtime.inputs import layout_of
@@ -39,8 +41,7 @@ from cgpass.runtime.writes import has_place
 if TYPE_CHECKING:
     from cgpass.graphed.callables import GraphedFunction
 
-_PLAIN = (bool, int, float, str)
-"""Classes of attributes of parameters that a replay sets as the backward did."""
+_SAYS_SO = "grad_added_to_main_grad"
 _REENTRANT = "CheckpointFunctionBackward"
 """Nodes of torch's checkpoints that are no hooks of saved tensors."""
 
@@ -71,10 +72,10 @@ class Differentiated:
         self._reached: set[int] = set()
         self.wanted: tuple[int, ...] = ()
         """Of `leaves`, those that the graph leads to, in order."""
-        self.attributes: dict[tuple[int, str], Any] = {}
-        """Plain values that the backward set on stand-ins, by number and name: `grad_added_to_main_grad`."""
-        self.keeps_inputs = False
-        """True if something keeps arguments that does not tell, as a warm-up finds."""
+        self.added, self.added_later = _Added(), _Added()
+        """Members to whose `main_grad` the backward adds, and those to whose it is added later."""
+        self.is_secretive = False
+        """True if something keeps arguments or results that does not tell, as a warm-up finds."""
         self.recomputes_once = False
         """True if a checkpoint inside is selective: the recording did what it allows once."""
 
@@ -120,7 +121,9 @@ class Differentiated:
 
     # ---- the graph
 
-    def separate(self) -> list[torch.Tensor]:
+    def separate(
+        self, results: Sequence[Any], members: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
         """Take the saved tensors out of the graph and return them; forget the result.
 
         The same tensor is there once. Arguments are there as copies, since later calls have theirs in the same place.
@@ -155,7 +158,10 @@ class Differentiated:
         saved.clear()  # the graph holds what packs
         copies.clear()
         self.wanted = tuple(sorted(self._reached))
-        self.keeps_inputs = self._warms_up and (is_opaque or _are_kept(self.leaves, end))
+        if self._warms_up:
+            self.is_secretive = is_opaque or _are_kept(self.leaves, end)
+            known = [*self.leaves[:end], *members]
+            self.is_secretive |= _share_memory([*results, *taken], known)
         return taken
 
     def _can_be_taken(self, tensor: Any) -> bool:
@@ -249,8 +255,6 @@ class Differentiated:
         known = [*saved, *grads, *members]
         taken = {t.untyped_storage().data_ptr() for t in known if has_place(t)}
         given = list(grads)
-        stand_ins = self.leaves[self._num_inputs :]
-        before = [dict(vars(each)) for each in stand_ins]
         del known
         saved.clear()
         grads.clear()
@@ -260,6 +264,7 @@ class Differentiated:
             with (
                 torch_private.autocast_cache_off(),
                 self._placed(members),
+                self.added.noted(self.leaves[self._num_inputs :]),
                 self._no_autocast(),
                 # Else autograd runs it in its thread for the device, where the backward of another thread's call may
                 # wait for the owner, which this thread has.
@@ -274,10 +279,6 @@ class Differentiated:
                 )
         finally:
             self._saved = []
-        for n, each in enumerate(stand_ins):
-            for name, value in vars(each).items():
-                if isinstance(value, _PLAIN) and value != before[n].get(name, ...):
-                    self.attributes[n, name] = value
         layouts = {grad.layout for grad in found if grad is not None} - {torch.strided}
         if layouts:
             raise self._d.refusal(f"has gradients of layout {layouts.pop()}. Make them dense")
@@ -295,13 +296,40 @@ class Differentiated:
         """For each member the gradient that the backward left out, as `backward_dw` makes it, or None."""
         make = self._d.makes_weight_grads
         assert make is not None
-        with torch_private.autocast_cache_off(), self._placed(members), self._no_autocast():
+        stand_ins = self.leaves[self._num_inputs :]
+        with (
+            torch_private.autocast_cache_off(),
+            self._placed(members),
+            self.added_later.noted(stand_ins),
+            self._no_autocast(),
+        ):
             make()
-            stand_ins = self.leaves[self._num_inputs :]
             found = [None if t.grad is None else t.grad.clone() for t in stand_ins]
             for stand_in in stand_ins:
                 stand_in.grad = None
         return found
+
+
+class _Added:
+    """Members whose `grad_added_to_main_grad` is set: fused backwards say so that they leave no gradient to add."""
+
+    def __init__(self) -> None:
+        self._numbers: set[int] = set()
+
+    @contextlib.contextmanager
+    def noted(self, stand_ins: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Note for which stand-ins a block says so."""
+        for each in stand_ins:
+            if _SAYS_SO in vars(each):
+                setattr(each, _SAYS_SO, False)
+        yield
+        found = [n for n, each in enumerate(stand_ins) if getattr(each, _SAYS_SO, False)]
+        self._numbers.update(found)
+
+    def say_of(self, members: Sequence[torch.Tensor]) -> None:
+        """Say so of a call's members."""
+        for n in self._numbers:
+            setattr(members[n], _SAYS_SO, True)
 
 
 class _Placed(Mode):
@@ -323,6 +351,8 @@ class _Placed(Mode):
     def begin(self) -> None:
         for stand_in, place in zip(self._stand_ins, self._places, strict=True):
             stand_in.data = place.detach()
+            if ACCUMULATED in vars(place):  # another one by now
+                setattr(stand_in, ACCUMULATED, getattr(place, ACCUMULATED))
         self._statics.put(self._held)
 
     def undo(self) -> None:
@@ -387,6 +417,17 @@ def _are_kept(tensors: Sequence[torch.Tensor], count: int) -> bool:
         for each in _holders(tensors)[:count]
         for now, least in zip(each, expected, strict=True)
     )
+
+
+def _share_memory(tensors: Sequence[Any], known: Sequence[torch.Tensor]) -> bool:
+    """Tell whether something else holds memory of some tensors, but for that of known ones."""
+    alone = torch.empty(1, device="cpu")
+    own = Counter(t.untyped_storage()._cdata for t in (alone, *tensors) if has_place(t))
+    count = torch_private.storage_use_count
+    more = count(alone.untyped_storage()._cdata) - 1
+    for each in known:
+        own.pop(each.untyped_storage()._cdata, None)
+    return any(count(storage) > users + more for storage, users in own.items())
 
 
 def _holders(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:

@@ -33,7 +33,7 @@ _HOOKS = re.compile("_(forward|backward)_.*hooks.*")
 """Dictionaries of a module's hooks around its calls."""
 _MEMBERS = ("_modules", "_parameters", "_buffers")
 _OWN_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_ACCUMULATED = "main_grad"
+ACCUMULATED = "main_grad"
 """An attribute of parameters to which the backwards of Megatron and TransformerEngine add gradients."""
 
 
@@ -253,8 +253,6 @@ class Statics:
                         entries.append((holder, key, said))
                         continue
                     full = f"{path}.{key}".lstrip(".")
-                    if _ACCUMULATED in vars(value):
-                        entries.append((vars(value), _ACCUMULATED, f"{full}.{_ACCUMULATED}"))
                     if value.device == device:
                         check_tensor(f"{name}: {full}", value, device)
                         self._dicts.append(holder)
@@ -263,6 +261,7 @@ class Statics:
         self._entries = [(holder, key, holder.get(key, ...), said) for holder, key, said in entries]
         """Dictionaries, keys, what was there, and what a message calls it."""
         columns = [[entry[k] for entry in self._entries] for k in range(3)]
+        self._accumulate = bool(_accumulated(self.now()))
         sizes = array("q", [size for _, size, _ in self._sizes]).tobytes()
         self._compared = *columns, [holder for holder, _, _ in self._sizes], sizes
 
@@ -283,6 +282,12 @@ class Statics:
     def now(self) -> list[torch.Tensor]:
         """The tensors as they are; one object that has several names is there as often."""
         return list(map(operator.getitem, self._dicts, self._keys))
+
+    def layouts(self, tensors: Sequence[torch.Tensor]) -> bytes:
+        """Addresses and layouts of the tensors, and of what fused backwards add their gradients to."""
+        if self._accumulate:
+            tensors = [*tensors, *_accumulated(tensors)]
+        return fast.layouts(tensors)
 
     def distinct(self) -> list[torch.Tensor]:
         """The tensors as they are, each once."""
@@ -305,8 +310,7 @@ class Statics:
     @contextlib.contextmanager
     def accumulated_kept(self) -> Iterator[None]:
         """A block that adds to `main_grad` of parameters, which is then as it was."""
-        found = [getattr(each, _ACCUMULATED, None) for each in self.distinct()]
-        before = [(each, each.clone()) for each in found if isinstance(each, torch.Tensor)]
+        before = [(each, each.clone()) for each in _accumulated(self.distinct())]
         try:
             yield
         finally:
@@ -324,6 +328,11 @@ class Statics:
                 holder.pop(key, None)
             else:
                 holder[key] = value
+
+
+def _accumulated(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    found = [getattr(each, ACCUMULATED, None) for each in tensors]
+    return [each for each in found if isinstance(each, torch.Tensor)]
 
 
 def _named(modules: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:

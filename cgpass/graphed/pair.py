@@ -153,13 +153,13 @@ class Pair:
                 raise d.refusal(f"returns {why}")
             self.structure = structure
             num_results = len(outputs)
-            return [*outputs, *graph.separate()]
+            return [*outputs, *graph.separate(outputs, args[len(samples) :])]
 
         kinds = [InputKind.COPIED] * len(samples) + [InputKind.STATIC] * len(members)
         outputs = execute(fn, [*samples, *members], kinds, "forward")
         results, saved = outputs[:num_results], outputs[num_results:]
         self._held = results, saved, members
-        self._is_alone |= self.graph.keeps_inputs
+        self._is_alone |= self.graph.is_secretive
         self._end_saved = len(saved)
         self._end_members = len(saved) + len(members)
         if not warms_up:
@@ -172,8 +172,9 @@ class Pair:
         end = self._num_inputs = len(inputs)
         self._nothing = [None] * self._end_members
         """In place of what a backward reads where it lies."""
-        now = self.description.statics.now()
-        self.key: Key = fast.layouts(now), fast.requiring_grad(now), self.flags
+        statics = self.description.statics
+        now = statics.now()
+        self.key: Key = statics.layouts(now), fast.requiring_grad(now), self.flags
         self.take = fast.taker(tuple(sorted(set(firsts(now)))))
         """Takes each parameter and buffer once."""
         forward.hand_out(first)
@@ -223,7 +224,7 @@ class Pair:
         args = [*saved, *members, *grads]
         saved.clear()
         grads.clear()
-        self._backward_key = fast.layouts(members)  # by now hooks may have moved them
+        self._backward_key = d.statics.layouts(members)  # by now hooks may have moved them
         with d.statics.accumulated_kept():
             found = self._run_both(execute, args, kinds, members, static, warms_up=warms_up)
         d.run_hook("backward")
@@ -390,7 +391,7 @@ class Pair:
         with owner.lock:
             owner.enter_call(is_backward=True)
             backward = self._recordings.get("backward")
-            plainly = backward is None or fast.layouts(call.members) != self._backward_key
+            plainly = backward is None or d.statics.layouts(call.members) != self._backward_key
             if self._splits and call in d.due and not (plainly and call.is_plain):
                 # what that needs would be overwritten, or lies elsewhere
                 raise GraphedBackwardError(
@@ -416,8 +417,7 @@ class Pair:
                 args = [*self._saved_of(call), *call.members, *grads]
                 grads.clear()
                 found = self._run_graph(args)
-            for (n, name), value in self.graph.attributes.items():
-                setattr(call.members[n], name, value)
+            self.graph.added.say_of(call.members)
             if self._splits:
                 d.due.append(call)
             elif call.ended:
@@ -465,7 +465,8 @@ class Pair:
                 raise GraphedBackwardError(
                     f"{call.name}: its graphs were freed between a backward and its backward_dw()."
                 )
-            if not call.is_plain and fast.layouts(members) != self._backward_key:
+            statics = self.description.statics
+            if not call.is_plain and statics.layouts(members) != self._backward_key:
                 raise StaticInputMovedError(
                     f"{call.name}: parameters moved between a backward and its backward_dw(). Keep them where they are."
                 )
@@ -476,6 +477,7 @@ class Pair:
             for parameter, grad in zip(members, outputs, strict=True):
                 if grad is not None:
                     parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+            self.graph.added_later.say_of(members)
             if call.ended and call not in self.description.due:
                 call.settle()
 

@@ -52,6 +52,29 @@ class AsksTwice(torch.autograd.Function):
         return made + 0 * ctx.saved_tensors[0]
 
 
+class Rounds(torch.autograd.Function):
+    """Keeps its result beside autograd, as straight-through estimators do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        found = x.round()
+        ctx.found = found.detach()
+        return found
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (ctx.found.abs() <= 1)
+
+
+def clipped(x):
+    """Its hook keeps the result."""
+    found = x * 2
+    kept = found.detach()
+    if found.requires_grad:
+        found.register_hook(lambda grad: grad * (kept.abs() < 1))
+    return found
+
+
 class Applies(torch.nn.Module):
     def __init__(self, fn):
         super().__init__()
@@ -69,6 +92,8 @@ def gated(x):
 WAYS = {
     "attributes": Keeps.apply,
     "asked for twice": AsksTwice.apply,
+    "a result": Rounds.apply,
+    "a result in a hook": clipped,
     "TorchScript": None,
     "operators": torch.sin,
 }
@@ -86,6 +111,19 @@ def test_forwards_that_are_pending(setting, way, order):
     for _ in range(3):
         check(setting, [(module, plain)], [(graphed, plain)] * 3, order)
     assert graphed.graphed.stats.plain_calls == 0
+
+
+def test_a_result_that_is_kept_and_calls_without_gradients(setting):
+    module, plain = twins(setting, Applies(Rounds.apply))
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    x, other = setting.randn(4, 8), setting.randn(4, 8)
+    for fn in (graphed, plain):
+        y = fn(x)
+        with torch.no_grad():
+            fn(other)
+        y.square().sum().backward()
+        fn(fn(x)).sum().backward()
+    same_grads(module, plain)
 
 
 def moved():
@@ -185,8 +223,7 @@ def test_what_a_graph_saved_is_held_by_nobody_else(setting):
     x = setting.randn(4, grad=True)
     graphed = setting.graphed(lambda x: (x * x).sin(), (x,))
     run = Differentiated(graphed, (), warms_up=False)
-    run.forward([x])
-    refs = [
-        torch.multiprocessing.reductions.StorageWeakRef(t.untyped_storage()) for t in run.separate()
-    ]
+    saved = run.separate(run.forward([x]), [])
+    refs = [torch.multiprocessing.reductions.StorageWeakRef(t.untyped_storage()) for t in saved]
+    del saved
     assert [ref.expired() for ref in refs] == [True, True]
