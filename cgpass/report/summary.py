@@ -79,7 +79,7 @@ def expect(**counts: int) -> Iterator[dict[str, int]]:
     ]
     if wrong:
         compiled = telemetry.graphs(before["graphs"])
-        listed = "".join(f"\n{graph}" for graph in compiled)
+        listed = "".join(f"\n{graph.summary}" for graph in compiled)
         made = f". Compiled inside:{listed}" if compiled else ". No graph was compiled inside."
         others = ", ".join(f"{name} {n}" for name, n in grown.items() if n and name not in counts)
         also = f" (other counters: {others})" if others else ""

@@ -182,7 +182,7 @@ def test_watching_adds_nothing_to_a_step():
     """No device has a clock here: steps inside a block run by the same code as outside."""
     call = torch.compile(Model(), backend="cgpass")
     call(X).sum().backward()
-    executors = [each for _, runs in telemetry.graph_runs().values() for each in watch.live(runs)]
+    executors = watch.live(telemetry.graphs())
     before = [each._steps for each in executors]
     with cgpass.explain():
         assert all(each._steps is steps for each, steps in zip(executors, before, strict=True))
@@ -212,14 +212,14 @@ def test_simulated_graphs_are_no_measure_of_speed():
 
 def test_calls_are_compared_and_those_without_graphs_not_counted():
     compiled = torch.compile(Model(), backend="cgpass")
-    before = set(telemetry.graph_runs())
+    before = telemetry.counters()["graphs"]
     report = cgpass.explain(compiled, X)
     assert report.ms is None
-    mine = [runs for n, (_, runs) in telemetry.graph_runs().items() if n not in before]
+    mine = telemetry.graphs(before)
     with cgpass.expect(plain_calls=0, graphs=0):
         ms = watch.compared(lambda: compiled(X).sum().backward())
     assert min(ms) > 0
-    parts = [run.parts["captured_0"] for (run,) in mine]
+    parts = [graph.parts["captured_0"] for graph in mine]
     assert not any(part.reasons.told(dataclasses.asdict(part.stats)) for part in parts)
     with cgpass.expect(plain_calls=0, replays=1):
         compiled(X)
@@ -298,8 +298,8 @@ def test_what_explain_compiled_itself_keeps_nothing():
     alive = weakref.ref(model.first.weight)
     for _ in range(2):  # torch compiles it once
         report = cgpass.explain(model, X)
-        runs = [run for _, found in telemetry.graph_runs().values() for run in found]
-        assert not any(each.owner.has_recordings() for each in watch.live(runs))
+        graphs = watch.live(telemetry.graphs())
+        assert not any(each.owner.has_recordings() for each in graphs)
         assert report.counters["recordings"] == 2
     torch.compiler.reset()
     del model
