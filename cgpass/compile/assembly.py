@@ -121,7 +121,7 @@ class GraphBuilder:
         graph = self._add_graph(skip=known, num_ops=num_ops(gm), why=causes)
         on_cuda = any(d.type == "cuda" for d in devices(gm))
         if is_skip and (driver in ("cuda", "simulated") or (driver == "auto" and on_cuda)):
-            telemetry.compile_stats.skips += 1
+            telemetry.registry.compiled.skips += 1
             text = f"{self._named()} runs without CUDA graphs: {why}"
             self._tell(text, anew=not found or any(map(self._is_new, found)))
         return _counted(graph, self._compile(gm, example_inputs))

@@ -63,7 +63,7 @@ def watched() -> Iterator[Report]:
 def since_reset() -> Report:
     """Report all that ran since `cgpass.reset()`, or since the process began."""
     breaks = {each for each in torch_private.graph_breaks() if each.earlier}
-    return _report(telemetry.summary_began(), breaks, torch_private.compilations(), _Clock())
+    return _report(telemetry.registry.since, breaks, torch_private.compilations(), _Clock())
 
 
 @torch_private.outside_dynamo  # which would trace the end of a block in a compiled function
@@ -135,7 +135,7 @@ def _graph(
         warmups = max(warmups, excused(grown))
         notes = list(part.notes)[max(0, len(part.notes) - grown["recordings"]) :]
         if summary.driver == "simulated":  # times of what is simulated say nothing
-            notes = [replace(note, record_ms=None, warm_up_ms=None) for note in notes]
+            notes = [replace(note, record_ms=None) for note in notes]
         captured[name] = {
             "calls": grown["calls"] - excused(grown),
             "counts": grown,

@@ -154,8 +154,6 @@ class PartitionRunner:
         """True if this thread ran a call without a graph: libraries keep handles for each thread."""
         self._started = 0.0
         """Begin of the last capture."""
-        self._warm_up_ms: float | None = None
-        """Host time of the last call without a graph, since the last recording."""
         self._start_anew()
         owner.add(self.close, self.forget_recordings)
 
@@ -333,12 +331,11 @@ class PartitionRunner:
 
     def _warm_up(self, args: list[Any], why: str | None = None) -> Sequence[Any]:
         """Run one call without a graph, which is no mere warm-up if `why` says so. To look for writes may wait."""
-        stats, start = self.stats, time.perf_counter()
+        stats = self.stats
         changes = Changes(args, self.layout.copied if self.check_layout else ())
         self._here.ran = True
         with torch_private.autocast_cache_off():
             outputs = self.owner.warm_up(self.fn, args)
-        self._warm_up_ms = (time.perf_counter() - start) * 1e3
         self.layout.mutated |= changes.found()
         stats.warmups += why is None
         stats.plain_calls += why is not None
@@ -514,10 +511,7 @@ class PartitionRunner:
             why = f"values of other partitions moved, or were recorded again: {names}"
             cause = "memory", why, self._named(self.layout.pooled)[1]
         took = (time.perf_counter() - self._started) * 1e3
-        note = RecordingNote(
-            *cause[:2], recording.copied_bytes, took, self._warm_up_ms, cause[2] or self.returned_at
-        )
-        self._warm_up_ms = None
+        note = RecordingNote(*cause[:2], recording.copied_bytes, took, cause[2] or self.returned_at)
         self.notes.append(note)
         self.stats.recordings += 1
         self.stats.rerecordings += note.cause == "moved"

@@ -97,17 +97,16 @@ class Variant:
     reasons: CallReasons
     is_one: bool
     """True if one graph can hold all of it."""
-    reads: Callable[[], Callable[[], str] | None]
-    """A weak reference to a method that describes the graph's inputs."""
+    reads: str
+    """The graph's inputs."""
 
     def explain(self) -> str:
-        """Describe its calls, and its graph's inputs while it lives."""
-        stats, reads = self.stats, self.reads()
+        """Describe its calls, and its graph's inputs."""
+        stats = self.stats
         about = (
             f"{'one graph' if self.is_one else 'a graph of the update'}, recorded {many(stats.recordings, 'time')} and "
-            f"replayed {many(stats.replays, 'time')}"
+            f"replayed {many(stats.replays, 'time')}: {self.reads}"
         )
-        about += "" if reads is None else f": {reads()}"
         return "\n".join(f"  {each}" for each in (about, *self.reasons.told(counts_of(stats))))
 
 
@@ -186,32 +185,25 @@ class Moment:
 
 
 @dataclass
-class _Registry:
+class Registry:
     """What is counted. Threads only append to its lists, so that none needs a lock."""
 
     compiled: CompileStats = field(default_factory=CompileStats)
-    calls: list[CallStats] = field(default_factory=list)
+    counts: list[CallStats | StepCalls] = field(default_factory=list)
     """Of all that ever counted: a few numbers each, which stay in the totals."""
     graphs: list[Graph] = field(default_factory=list)
     """Of all that were ever compiled, oldest first."""
-    others: list[ByHand | StepCalls] = field(default_factory=list)
-    """Training steps and what was graphed by hand, which summaries list as their `explain()` does."""
     since: Moment = field(default_factory=Moment)
     """The counts when the summary began."""
     listeners: list[Callable[[Graph], object]] = field(default_factory=list)
 
 
-_registry = _Registry()
-
-compile_stats = _registry.compiled
+registry = Registry()
 
 
 def add_stats(stats: CallStats | StepCalls) -> None:
     """Count one more captured partition, what is graphed by hand, or a training step."""
-    if isinstance(stats, CallStats):
-        _registry.calls.append(stats)
-    if isinstance(stats, ByHand | StepCalls):
-        _registry.others.append(stats)
+    registry.counts.append(stats)
 
 
 new_function: Final = itertools.count().__next__
@@ -221,19 +213,19 @@ new_function: Final = itertools.count().__next__
 def add_graph(summary: GraphSummary) -> Graph:
     """Register a compiled graph."""
     graph = Graph(summary)
-    _registry.graphs.append(graph)
+    registry.graphs.append(graph)
     return graph
 
 
 def tell(graph: Graph) -> None:
     """Tell who listens that a graph can run."""
-    for listener in list(_registry.listeners):
+    for listener in list(registry.listeners):
         listener(graph)
 
 
 def listen(listener: Callable[[Graph], object], until: ExitStack) -> None:
     """Have `listener` told of each graph, now and later, until a stack is closed; it is where this raises."""
-    known = _registry.listeners
+    known = registry.listeners
     for _ in range(2):  # a signal may come inside
         until.callback(lambda: listener in known and known.remove(listener))
     try:
@@ -265,10 +257,11 @@ def counters() -> dict[str, int]:
         >>> cgpass.counters()["replays"] - before  # the first call warmed up
         4
     """
-    counts = dataclasses.asdict(_registry.compiled)
+    counts = dataclasses.asdict(registry.compiled)
+    calls = [each for each in registry.counts if isinstance(each, CallStats)]
     for spec in dataclasses.fields(CallStats):
-        counts[spec.name] = sum(getattr(stats, spec.name) for stats in _registry.calls)
-    counts["graphs"] = len(_registry.graphs)
+        counts[spec.name] = sum(getattr(stats, spec.name) for stats in calls)
+    counts["graphs"] = len(registry.graphs)
     parts = [part for graph in graphs() for part in graph.summary.partitions]
     counts["partitions_captured"] = sum(part.captured for part in parts)
     eager = [part for part in parts if not part.captured]
@@ -284,7 +277,7 @@ def grown(now: Mapping[Any, int], before: Mapping[Any, int]) -> dict[Any, int]:
 
 def graphs(since: int = 0) -> list[Graph]:
     """The graphs compiled in this process but for so many, oldest first."""
-    return [graph for graph in _registry.graphs[since:] if not graph.is_replaced]
+    return [graph for graph in registry.graphs[since:] if not graph.is_replaced]
 
 
 def now() -> Moment:
@@ -295,7 +288,11 @@ def now() -> Moment:
         for name, part in graph.parts.items()
     }
     calls = {graph: graph.tally.calls for graph in graphs()}
-    others = {x: (x.calls, x.graph_calls, x.later_calls) for x in _registry.others}
+    others = {
+        each: (each.calls, each.graph_calls, each.later_calls)
+        for each in registry.counts
+        if isinstance(each, ByHand | StepCalls)
+    }
     return Moment(counters(), calls, parts, others)
 
 
@@ -303,16 +300,6 @@ def told(other: ByHand | StepCalls, calls: int) -> str:
     """Describe a training step, or what was graphed by hand, and how many of its calls a report is about."""
     some = f"\n  {calls} of these calls ran since this report began"
     return other.explain() + some * (calls < other.calls)
-
-
-def begin_summary() -> None:
-    """Have summaries tell of calls from now on alone."""
-    _registry.since = now()
-
-
-def summary_began() -> Moment:
-    """Give the moment of the last `begin_summary`."""
-    return _registry.since
 
 
 class NamedWarnings(logging.Handler):

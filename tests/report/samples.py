@@ -25,7 +25,7 @@ def sample(text="", **changes):
     small = "its partition would hold 1 operator that does work on the device"
     chosen = Reason("too_small", "aten.cos.default", small, "set min_partition_ops to 1", count=2)
     moved = f"weight{text} (float32[8, 8]) moved from 0x7f00 to 0x7f80"
-    first = RecordingNote("first", "the first call after the warm-up", 100, 8.5, 20.0)
+    first = RecordingNote("first", "the first call after the warm-up", 100, 8.5)
     captured = PartitionReport(
         name=f"captured_0{text}",
         captured=True,

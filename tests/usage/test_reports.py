@@ -307,7 +307,6 @@ def test_recordings_with_cause_and_duration_under_their_compilation(trace):
         "forward captured_0",
     )
     assert first["record_ms"] > 0
-    assert first["warm_up_ms"] > 0
     assert "stack" not in metadata
     assert metadata["attempt"] == 0
     plan, _ = found["cgpass_forward_plan"]

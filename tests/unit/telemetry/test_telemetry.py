@@ -13,9 +13,8 @@ from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, counted
 @pytest.fixture
 def registry(monkeypatch):
     """An empty one."""
-    monkeypatch.setattr(telemetry, "_registry", telemetry._Registry())
-    monkeypatch.setattr(telemetry, "compile_stats", telemetry._registry.compiled)
-    return telemetry._registry
+    monkeypatch.setattr(telemetry, "registry", telemetry.Registry())
+    return telemetry.registry
 
 
 def test_counts_stay_in_the_totals_when_their_owners_are_gone(registry):
@@ -58,10 +57,9 @@ def test_a_moment_keeps_what_was_counted_until_then(registry):
     graph = telemetry.add_graph(GraphSummary("forward", ()))
     graph.tally.calls = 3
     graph.parts = {"a": telemetry.PartitionRun(stats, [], reasons)}
-    telemetry.begin_summary()
+    began = telemetry.now()
     graph.tally.calls += 1
     stats.calls += 1
-    began = telemetry.summary_began()
     assert (began.calls, began.counters["graphs"]) == ({graph: 3}, 1)
     assert began.parts[graph, "a"][0]["calls"] == 3
 
