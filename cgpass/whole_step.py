@@ -179,7 +179,7 @@ class TrainStep:
         """Variants that Dynamo compiled: how each runs, or why in pieces."""
         finalizer: Any = weakref.finalize(self, torch_private.forget_compiled, fn.__code__)
         finalizer.atexit = False
-        telemetry.add_stats(self._counts)
+        telemetry.registry.counts.append(self._counts)
 
     @property
     def calls(self) -> int:
@@ -556,7 +556,7 @@ class _Whole:
             f"reads {many(len(layout.parameters), 'parameter')} and {many(own, 'tensor')} of the optimizer in place, "
             f"copies {many(len(layout.copied), 'input')}"
         )
-        return telemetry.Variant(runner.stats, runner.reasons, self.is_one, reads)
+        return telemetry.Variant(runner.stats, runner.notes, runner.reasons, self.is_one, reads)
 
     def _body(self, args: list[Any]) -> list[Any]:
         """Run the step, or the update alone: before it is recorded, and while it is."""

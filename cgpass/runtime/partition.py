@@ -33,7 +33,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 
-from cgpass import torch_private
+from cgpass import telemetry, torch_private
 from cgpass.compile.facts.input_info import InputInfo
 from cgpass.errors import CaptureError, StaticInputMovedError
 from cgpass.options import Options
@@ -55,7 +55,7 @@ from cgpass.runtime.recording import Recorder, Recording, StagingError
 from cgpass.runtime.rng import distances, forward_states, note_replayed, put_on_the_device
 from cgpass.runtime.table import RecordingTable, Seen
 from cgpass.runtime.writes import Changes
-from cgpass.telemetry import ByHand, CallStats, add_stats, progress
+from cgpass.telemetry import ByHand, CallStats, progress
 from cgpass.telemetry.reason import OTHER_FIXES, CallReasons, many
 from cgpass.telemetry.summaries import RecordingNote, Source
 
@@ -130,7 +130,7 @@ class PartitionRunner:
         self.stats = CallStats()
         if self.by_hand:
             self.stats = ByHand(name=self.name, reasons=self.reasons)
-        add_stats(self.stats)
+        telemetry.registry.counts.append(self.stats)
         self.notes: deque[RecordingNote] = deque(maxlen=_NOTES)
         """Notes of the newest recordings."""
         self.layout = layout = Layout(

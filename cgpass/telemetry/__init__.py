@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import logging
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -90,11 +89,19 @@ class ByHand(CallStats):
 
 
 @dataclass(frozen=True)
-class Variant:
-    """The calls of a variant of a training step; it stays when the variant is gone."""
+class PartitionRun:
+    """The calls of a captured partition; it stays when the partition is gone."""
 
     stats: CallStats
+    notes: Sequence[RecordingNote]
+    """Of its newest recordings, oldest first."""
     reasons: CallReasons
+
+
+@dataclass(frozen=True)
+class Variant(PartitionRun):
+    """The calls of a variant of a training step."""
+
     is_one: bool
     """True if one graph can hold all of it."""
     reads: str
@@ -142,16 +149,6 @@ class StepCalls:
         return "\n".join(lines + [each.explain() for each in self.variants if each.stats.calls])
 
 
-@dataclass(frozen=True)
-class PartitionRun:
-    """The calls of a captured partition; it stays when the partition is gone."""
-
-    stats: CallStats
-    notes: Sequence[RecordingNote]
-    """Of its newest recordings, oldest first."""
-    reasons: CallReasons
-
-
 @dataclass(eq=False)
 class Graph:
     """A compiled graph and its runs; kept after that is gone."""
@@ -190,7 +187,7 @@ class Registry:
 
     compiled: CompileStats = field(default_factory=CompileStats)
     counts: list[CallStats | StepCalls] = field(default_factory=list)
-    """Of all that ever counted: a few numbers each, which stay in the totals."""
+    """Of each captured partition, what is graphed by hand and training step: a few numbers, which stay in the totals."""
     graphs: list[Graph] = field(default_factory=list)
     """Of all that were ever compiled, oldest first."""
     since: Moment = field(default_factory=Moment)
@@ -199,11 +196,6 @@ class Registry:
 
 
 registry = Registry()
-
-
-def add_stats(stats: CallStats | StepCalls) -> None:
-    """Count one more captured partition, what is graphed by hand, or a training step."""
-    registry.counts.append(stats)
 
 
 new_function: Final = itertools.count().__next__
@@ -302,12 +294,8 @@ def told(other: ByHand | StepCalls, calls: int) -> str:
     return other.explain() + some * (calls < other.calls)
 
 
-class NamedWarnings(logging.Handler):
-    """Prints warnings with our name before them where nobody set up logging; Python would print them bare."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print a record that no other handler takes."""
-        others = logging.root.handlers or logging.getLogger("cgpass").handlers != [self]
-        if sys.stderr is not None and logging.lastResort is not None and not others:
-            text = self.format(record)
-            sys.stderr.write(f"{'' if text.startswith('cgpass') else 'cgpass: '}{text}\n")
+def named(record: logging.LogRecord) -> bool:
+    """Put our name before a warning of ours that Python prints as it is, since nobody set up logging."""
+    if record.name.startswith("cgpass") and not record.getMessage().startswith("cgpass"):
+        record.msg = f"cgpass: {record.msg}"
+    return True

@@ -9,8 +9,6 @@ from typing import Final, Literal
 
 DELAY_S: Final = 0.5
 """Time until work is shown."""
-_ERASE: Final = "\r\x1b[K"
-"""To the line's begin, and clear it."""
 
 Setting = Literal["auto", "off"]
 
@@ -35,10 +33,10 @@ def shown(text: str, setting: Setting) -> Iterator[None]:
 
 
 def _draw(text: str, drawn: threading.Event) -> None:
-    """Draw the line; whatever is printed later overwrites it."""
+    """Clear the line, and draw it; whatever is printed later overwrites it."""
     with contextlib.suppress(OSError, ValueError):  # a terminal that is gone
         width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-        sys.stderr.write(f"{_ERASE}{text[: width - 1]}\r")
+        sys.stderr.write(f"\r\x1b[K{text[: width - 1]}\r")
         sys.stderr.flush()
         drawn.set()
 
