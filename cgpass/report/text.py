@@ -100,6 +100,8 @@ def headline(report: Facts) -> str:
 
 def facts(report: Facts) -> Iterator[str]:
     """Lines below the headline."""
+    native = "" if report.native is None else f", native code {report.native}"
+    yield f"cgpass {report.cgpass}, torch {report.torch}, {report.device}{native}"
     if report.ms and report.plain_ms is not None:
         ratio = report.plain_ms / report.ms
         yield (
@@ -114,6 +116,8 @@ def facts(report: Facts) -> Iterator[str]:
             f"{many(grown.get('recordings', 0), 'recording')} made, {many(grown.get('replays', 0), 'replay')}, "
             f"{many(grown.get('warmups', 0), 'warm-up')}, {size(grown.get('copied_bytes', 0))} copied"
         )
+    if report.pool_bytes is not None:
+        yield f"{size(report.pool_bytes)} in the memory pools of graphs"
 
 
 # ---- what costs most
@@ -208,9 +212,7 @@ def text(report: Facts) -> str:
     """The report as text."""
     if report.unfinished:
         return headline(report)
-    about = [f"cgpass {report.cgpass}", f"torch {report.torch}", report.device]
-    about += [f"native code {report.native}"] if report.native is not None else []
-    lines = [*wrapped(headline(report)), *wrapped(", ".join(about))]
+    lines = wrapped(headline(report))
     for each in facts(report):
         lines += wrapped(each)
     lines += costs(report)
