@@ -12,7 +12,7 @@ import torch
 
 from cgpass.errors import ReportError
 from cgpass.report import watch
-from cgpass.report.check import least_share, run_script, verdict
+from cgpass.report.check import percentage, run_script, verdict
 from cgpass.report.doctor import doctor
 from cgpass.report.report import Report, check_place, diff
 from cgpass.runtime import native
@@ -57,7 +57,9 @@ def _parser() -> argparse.ArgumentParser:
         "the script find no module __main__ of it.",
     )
     wanted = "a share, as 95%% or 0.95 (default: 95%%)"
-    check.add_argument("--min-captured", metavar="SHARE", default="95%", help=wanted)
+    check.add_argument(
+        "--min-captured", metavar="SHARE", type=percentage, default="95%", help=wanted
+    )
     check.add_argument("--save", metavar="FILE", help="write a report of all that ran to a file")
     module = "what follows is a module, as for python -m"
     check.add_argument("-m", dest="module", action="store_true", help=module)
@@ -96,7 +98,6 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    least = least_share(options.min_captured)
     save = None if options.save is None else Path(options.save).absolute()
     if save is not None:  # looked at before the script runs, which may go elsewhere
         check_place(save)
@@ -108,7 +109,7 @@ def _check(options: argparse.Namespace) -> int:
         return status
     if save is not None:
         report.save(save)
-    passes, text = verdict(report, least)
+    passes, text = verdict(report, options.min_captured)
     _say(text)
     return 0 if passes else 1
 

@@ -63,19 +63,12 @@ def fell_back(report: Facts) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def least_share(text: str) -> float:
-    """Read a share as `95%`, `95` or `0.95`.
-
-    Raises:
-        ReportError: It is none.
-    """
-    try:
-        number = float(text.strip().removesuffix("%"))
-    except ValueError:
-        number = -1.0
+def percentage(text: str) -> float:
+    """Read a share as `95%`, `95` or `0.95`."""
+    number = float(text.strip().removesuffix("%"))
     number /= 100 if text.strip().endswith("%") or number > 1 else 1
     if not 0 <= number <= 1:
-        raise ReportError(f"--min-captured is a share as 95% or 0.95, got {text!r}")
+        raise ValueError(text)
     return number
 
 

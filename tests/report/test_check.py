@@ -201,7 +201,6 @@ def test_graph_breaks_are_named_and_not_counted(counted_alone):
     [
         ("--save", "r.xyz", "a report is saved as .json"),
         ("--save", "none/r.json", "none' to save the report in does not exist"),
-        *(("--min-captured", text, "is a share as 95% or 0.95, got") for text in ("x", "120%", "")),
     ],
 )
 def test_options_are_looked_at_before_the_script_runs(tmp_path, capsys, option, given, message):
@@ -210,8 +209,14 @@ def test_options_are_looked_at_before_the_script_runs(tmp_path, capsys, option, 
     shown = capsys.readouterr()
     assert message in shown.err
     assert shown.out == ""
+    for text in ("x", "120%", ""):
+        with pytest.raises(SystemExit, match="2"):
+            command.main(["check", f"--min-captured={text}", str(tmp_path / "script.py")])
+        shown = capsys.readouterr()
+        assert f"argument --min-captured: invalid percentage value: {text!r}" in shown.err
+        assert shown.out == ""
     for text, share in [("95%", 0.95), ("95", 0.95), ("0.95", 0.95), ("1", 1.0), (" 0% ", 0.0)]:
-        assert check.least_share(text) == share
+        assert check.percentage(text) == share
 
 
 # ---- the machine
