@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -123,7 +122,6 @@ def _say(told: object) -> None:
 
 def _build(_: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # with the compiler
-    start = time.monotonic()
     try:
         with progress.shown("compiling native code", "auto"):
             path = native.build(keep=True)
@@ -132,8 +130,7 @@ def _build(_: argparse.Namespace) -> int:
         said = f"{error.said.rstrip()}\n" if error.said else ""
         sys.stderr.write(f"{said}cgpass build: {error}. {error.fix}.\n")
         return 1
-    took = f"after {time.monotonic() - start:.1f} s"
-    _say(f"{path}\nnative code for torch {torch.__version__} is there, {took}")
+    _say(f"{path}\nnative code for torch {torch.__version__} is there")
     return 0
 
 

@@ -77,7 +77,7 @@ class Facts:
     command: str = ""
     """Of the process."""
     model: str = ""
-    """The function that was called, or the place where the first one begins."""
+    """The place where the first function begins."""
     graphs: tuple[GraphReport, ...] = ()
     """Those that ran."""
     left_to_eager: tuple[Reason, ...] = ()

@@ -74,7 +74,7 @@ def sample(text="", **changes):
         "device": f"NVIDIA H200{text}",
         "made": "2026-01-01 12:00",
         "command": f"train.py{text}",
-        "model": f"Model.forward{text}",
+        "model": f"model.py:38 in forward{text}",
         "graphs": (forward, plain),
         "graph_breaks": (
             Reason("graph_break", "", f"graph break: print{text}", "remove it", "model.py:50 in f"),

@@ -335,7 +335,13 @@ def test_it_says_what_the_text_says():
     for each in findings(report):
         for words in (each.line, what(each), each.fix):
             assert " ".join(words.split()) in found
-    for words in (headline(report), "NVIDIA H200", "2026-01-01 12:00", "train.py", "Model.forward"):
+    for words in (
+        headline(report),
+        "NVIDIA H200",
+        "2026-01-01 12:00",
+        "train.py",
+        "model.py:38 in forward",
+    ):
         assert words in found
     for words in (
         "96.0 MiB",
