@@ -1,7 +1,6 @@
 """`python -m cgpass check`: runs a script, and says whether enough of its work was captured."""
 
 import concurrent.futures.thread
-import importlib.util
 import os
 import runpy
 import sys
@@ -15,11 +14,6 @@ from cgpass.telemetry.reason import NEW, many
 
 _FAILED = frozenset({"capture", "failed_capture", "no_placeholder", "out_of_memory"})
 """Codes of what turned out not to be capturable only when it was captured."""
-_NOTHING = "nothing was compiled by cgpass"
-_CHECKED = (
-    ': only torch.compile(..., backend="cgpass") in this process is checked, callables graphed by hand are not '
-    "(cgpass.expect asks for their replays)"
-)
 
 
 def verdict(report: Facts, least: float) -> tuple[bool, str]:
@@ -39,10 +33,8 @@ def verdict(report: Facts, least: float) -> tuple[bool, str]:
         said.append(f"{share(whole, steps)} of {later} were one graph")
     if said:
         said[-1] += f", {share(least, 1)} required"
-    elif report.graphs and not report.others:
-        said = [headline(report)]
     else:
-        said = [_NOTHING if report.graph_breaks or late else f"{_NOTHING}{_CHECKED}"]
+        said = [headline(report)]
     lines = wrapped(f"cgpass check: {'passed' if passes else 'FAILED'}: {'; '.join(said)}")
     lines += ["fell back:", *(row for each in late for row in wrapped(each, 2))] if late else []
     if not passes and report.others:
@@ -76,19 +68,19 @@ def run_script(script: str, args: Sequence[str], *, module: bool = False) -> int
     """Run a script as `python script args` does, or a module as `python -m`; returns the status that it exits with.
 
     Raises:
-        ReportError: There is no such script or module.
+        ReportError: There is no such script.
         Exception: Whatever it raises.
     """
     argv, path, threads = sys.argv, sys.path, {*threading.enumerate()}
     folder = os.getcwd() if module else os.path.dirname(os.path.abspath(script))
     sys.argv, sys.path = [script, *args], [folder, *path]
     try:
-        if not (_is_there(script) if module else os.path.exists(script)):
-            raise ReportError(f"there is no {'module' if module else 'script'} {script!r} to check")
         if module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
-        else:
+        elif os.path.exists(script):
             runpy.run_path(script, run_name="__main__")
+        else:
+            raise ReportError(f"there is no script {script!r} to check")
     except SystemExit as exit_:
         if exit_.code is None or isinstance(exit_.code, int):
             return (exit_.code or 0) & 0xFF  # as a shell sees it
@@ -101,12 +93,3 @@ def run_script(script: str, args: Sequence[str], *, module: bool = False) -> int
             left[0].join()
         sys.argv, sys.path = argv, path
     return 0
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError as error:
-        if f"{module}.".startswith(f"{error.name}."):
-            return False
-        raise

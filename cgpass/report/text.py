@@ -15,7 +15,7 @@ WIDTH: Final = 100
 _LISTED: Final = 12
 """Findings that the text lists, and operators or inputs that one of them names."""
 _ROW: Final = "    {:24} {:>6} {:>6} {:>8} {:>8} {:>10} {:>8} {:>12}"
-"""Of the table of partitions; longer names have a line of their own."""
+"""Of the table of partitions."""
 NOTHING: Final = (
     "Nothing that cgpass compiled ran here. It was not called, has no operators, has full backward hooks, is compiled for another backend, is "
     "under torch.compiler.disable, is a container of torch's own (nn.Sequential) inside DistributedDataParallel or FSDP, or "
@@ -88,10 +88,7 @@ def headline(report: Facts) -> str:
     elif report.graph_breaks or report.left_to_eager:
         inside = "nothing ran in graphs"
     elif report.others:
-        some = (
-            f" ({many(report.plain_calls, 'call')} without a graph)" if report.plain_calls else ""
-        )
-        return f"only training steps or callables graphed by hand ran{some}: see below"
+        inside = "only training steps or callables graphed by hand ran (see below)"
     else:
         return NOTHING
     boundaries = "1 boundary" if report.boundaries == 1 else f"{report.boundaries} boundaries"
@@ -284,17 +281,13 @@ def table(graph: GraphReport) -> Iterator[str]:
     if graph.partitions:
         yield _ROW.format(*titles, "device/call" if timed else "").rstrip()
     for part in graph.partitions:
-        name = " ".join(part.name.split())
-        if len(name) > 24:
-            yield from wrapped(name, 4)
-            name = ""
         copied = None  # recordings may be freed by now
         if part.output_bytes is not None:
             copied = sum(each.num_bytes for each in part.copied_inputs)
         counts = part.replays, size(copied), part.counts.get("recordings", 0)
         kind, more = ("graph", counts) if part.captured else ("plain", "---")
         took = milliseconds(part.device_ms) if timed else ""
-        yield _ROW.format(name, kind, part.num_ops, part.calls, *more, took).rstrip()
+        yield _ROW.format(part.name, kind, part.num_ops, part.calls, *more, took).rstrip()
         yield from wrapped("; ".join(_facts(part)), 6)
 
 

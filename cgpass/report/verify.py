@@ -53,16 +53,14 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
         self._every = every
         self._warned = functools.cache(log.warning)
         self.callback(self._tell_of_others, telemetry.now().others)
-        telemetry.listen(self._watch, self)
+        telemetry.listen(
+            lambda graph: [each.wrap(self._wrapped, self) for each in watch.live([graph])], self
+        )
 
     def _tell_of_others(self, before: Mapping[Any, tuple[int, int, int]]) -> None:
         for each, counts in telemetry.now().others.items():
             if counts > before.get(each, (0, 0, 0)):
                 log.warning(_NOT, each.name, "only compiled functions are compared")
-
-    def _watch(self, graph: telemetry.Graph) -> None:
-        for each in watch.live([graph]):
-            each.wrap(self._wrapped, self)
 
     def _wrapped(self, step: Step, run: Run) -> Run:
         if not isinstance(runner := step.run, PartitionRunner):

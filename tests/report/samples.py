@@ -27,7 +27,7 @@ def sample(text="", **changes):
     moved = f"weight{text} (float32[8, 8]) moved from 0x7f00 to 0x7f80"
     first = RecordingNote("first", "the first call after the warm-up", 100, 8.5)
     captured = PartitionReport(
-        name=f"captured_0{text}",
+        name="captured_0",
         captured=True,
         num_ops=40,
         calls=29,
@@ -42,7 +42,7 @@ def sample(text="", **changes):
         device_ms=0.75,
     )
     eager = PartitionReport(
-        name=f"eager_1{text}",
+        name="eager_1",
         captured=False,
         num_ops=3,
         reasons=(reason, chosen),

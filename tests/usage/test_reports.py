@@ -190,7 +190,7 @@ def test_the_recompile_limit_is_named(fn, place):
         "options were others. Calls that no compiled version fits run in eager"
     )
     head, *lines = cgpass.summary().splitlines()
-    assert head.endswith(" eager (0 operators) (8 times)")
+    assert head.startswith("8 times: ")
     (line,) = [each for each in lines if "left to eager" in each]
     assert line == (
         f"left to eager: {place}: {said} [recompile_limit]; compile it once, for one backend and with one set of options, or call "
