@@ -237,9 +237,8 @@ def _restored(
     for module in dict.fromkeys(modules):
         _keep(stack, module._parameters)
         _keep(stack, module._buffers)
-    for optimizer in dict.fromkeys(
-        each for each in used if isinstance(each, torch.optim.Optimizer)
-    ):
+    optimizers = [each for each in used if isinstance(each, torch.optim.Optimizer)]
+    for optimizer in dict.fromkeys(optimizers):
         _keep(stack, optimizer.state)
         _keep(stack, optimizer.param_groups)
         tensors += [each for group in optimizer.param_groups for each in group["params"]]

@@ -1,6 +1,5 @@
 """Reports on some calls, as plain data."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from cgpass.telemetry.reason import Reason
@@ -133,10 +132,3 @@ class Facts:
     def plain_calls(self) -> int:
         """Calls of captured partitions that ran without a graph; warm-ups are none."""
         return self.counters.get("plain_calls", 0)
-
-    @property
-    def reasons(self) -> Iterator[Reason]:
-        """List all reasons why something ran outside of graphs."""
-        yield from (*self.left_to_eager, *self.graph_breaks, *self.recompilations)
-        yield from (reason for graph in self.graphs for reason in graph.why)
-        yield from (reason for part in self.partitions for reason in part.reasons)

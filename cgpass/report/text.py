@@ -266,9 +266,6 @@ def by_function(graphs: Iterable[GraphReport]) -> Iterator[tuple[str, list[Graph
 
 def head(graph: GraphReport) -> str:
     """Direction and calls of a graph, and how much of it ran in CUDA graphs."""
-    if graph.skip is not None:
-        count = f"{many(graph.num_ops, 'operator')}, {many(graph.calls, 'call')}"
-        return f"{graph.direction}: runs without CUDA graphs, {count}: {graph.skip}"
     done, work = graph.work
     inside = f", {share(done, work)} of {many(work, 'operator')} in graphs" if work else ""
     return f"{graph.direction}: {many(graph.calls, 'call')}{inside}"
