@@ -23,11 +23,9 @@ def verdict(report: Facts, least: float) -> tuple[bool, str]:
     passes = bool(work or steps) and done >= least * work and whole >= least * steps and not late
     said = []
     if work:
-        which = "code ran after its" if report.left_to_eager else "functions ran after their"
-        ran = f"{many(work, 'operator')} that compiled {which} warm-ups"
-        said.append(
-            f"{share(done * 1000 // work, 1000)} of the {ran} were captured"
-        )  # less, not more
+        captured = share(done * 1000 // work, 1000)  # less, not more
+        ran = f"{many(work, 'operator')} that compiled code ran after its warm-ups"
+        said.append(f"{captured} of the {ran} were captured")
     if steps:
         later = f"{many(steps, 'training step')} after first ones"
         said.append(f"{share(whole, steps)} of {later} were one graph")

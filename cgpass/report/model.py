@@ -66,13 +66,11 @@ class GraphReport(GraphSummary):
 class Facts:
     """The facts of some calls."""
 
-    unfinished: bool = False
-    """True if the block goes on, and nothing is told yet."""
     cgpass: str = ""
     torch: str = ""
     device: str = ""
     made: str = ""
-    """Date and time."""
+    """Date and time; empty while the block goes on, and nothing is told yet."""
     command: str = ""
     """Of the process."""
     model: str = ""

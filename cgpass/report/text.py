@@ -72,14 +72,13 @@ def wrapped(words: str, indent: int = 0, hanging: int = 2) -> list[str]:
 def headline(report: Facts) -> str:
     """Say in one line how much ran in graphs."""
     done, work = report.work
-    if report.unfinished:
+    if not report.made:
         return "the block is still running: its report is ready when it ends"
     if report.graphs_ms is not None and report.device_ms:
         inside = f"{share(report.graphs_ms, report.device_ms)} of the device time was inside graphs"
     elif work:
-        which = "code" if report.left_to_eager else "functions"
         inside = (
-            f"{share(done, work)} of the {many(work, 'operator')} of compiled {which} ran in graphs"
+            f"{share(done, work)} of the {many(work, 'operator')} of compiled code ran in graphs"
         )
     elif report.graphs and not (report.left_to_eager or report.others):
         inside = "only warm-up calls ran: call it more often"
@@ -207,7 +206,7 @@ def what(reason: Reason) -> str:
 
 def text(report: Facts) -> str:
     """The report as text."""
-    if report.unfinished:
+    if not report.made:
         return headline(report)
     lines = wrapped(headline(report))
     for each in facts(report):

@@ -48,7 +48,7 @@ SIMULATED: Final = "cpu (simulated graphs: they behave like real ones, their spe
 @contextlib.contextmanager
 def watched() -> Iterator[Report]:
     """A block that is reported; the report is filled when it ends, also by an error."""
-    report = Report(unfinished=True)
+    report = Report()
     breaks, notes = {*torch_private.graph_breaks()}, torch_private.compilations()
     with _Clock() as clock:
         telemetry.listen(clock.add, clock)
@@ -74,10 +74,9 @@ def _report(
     clock: "_Clock",
 ) -> Report:
     """Report what came after a moment; until then torch had noted some graph breaks and compilations."""
-    after, graphs = telemetry.now(), list[GraphReport]()
-    for graph, calls in telemetry.grown(after.calls, before.calls).items():
-        if calls:
-            graphs.append(_graph(graph, calls, before, clock))
+    after = telemetry.now()
+    called = telemetry.grown(after.calls, before.calls).items()
+    graphs = [_graph(graph, calls, before, clock) for graph, calls in called if calls]
     met = graph_breaks(breaks, graphs)
     left = left_to_eager(notes)
     told = {(each.line, each.detail) for each in left}

@@ -78,7 +78,7 @@ def test_a_script_that_is_captured_passes(script, counted_alone, capsys, monkeyp
         runpy.run_module("cgpass", run_name="__main__", alter_sys=True)
     assert done.value.code == 0
     assert capsys.readouterr().out == (
-        "ran 5\ncgpass check: passed: 100% of the 16 operators that compiled functions ran after their warm-ups were\n"
+        "ran 5\ncgpass check: passed: 100% of the 16 operators that compiled code ran after its warm-ups were\n"
         "  captured, 95% required\n"
     )
     assert command.main(["report", str(script.with_name("all.json")), "-o", "-"]) == 0
@@ -164,12 +164,12 @@ def test_what_turned_out_not_to_be_capturable_fell_back(counted_alone):
 
 
 def test_nothing_to_check(counted_alone):
-    passes, text = check.verdict(Report(), 0.5)
+    passes, text = check.verdict(Report(made="now"), 0.5)
     assert not passes
     assert " ".join(text.split()) == f"cgpass check: FAILED: {NOTHING}"
     passes, text = check.verdict(did(tagged, X), 0.5)
     assert not passes
-    assert "FAILED: 0% of the 1 operator that compiled functions ran after their warm-ups" in text
+    assert "FAILED: 0% of the 1 operator that compiled code ran after its warm-ups" in text
     passes, text = check.verdict(did(lambda x: x.sin().cos(), X), 0.5)
     assert not passes
 

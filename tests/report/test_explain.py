@@ -94,9 +94,7 @@ def test_a_first_block_tells_of_warm_ups_and_recordings():
         ["first"], [], ["first"],
     ]  # fmt: skip
     assert report.boundaries == 1
-    assert "88.9% of the 27 operators of compiled functions ran in graphs, 1 boundary" in str(
-        report
-    )
+    assert "88.9% of the 27 operators of compiled code ran in graphs, 1 boundary" in str(report)
 
 
 def test_two_blocks_count_reasons_each():
