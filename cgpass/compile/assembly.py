@@ -356,6 +356,7 @@ def _counted(graph: telemetry.Graph, fn: Boxed) -> Boxed:
         tally.calls += 1
         return fn(args)
 
+    telemetry.tell(graph)
     return torch_private.mark_boxed(call)
 
 

@@ -1,5 +1,6 @@
 """`cgpass.explain`: its facts, and what it restores."""
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -152,6 +153,17 @@ def test_blocks_may_be_nested_and_leave_nothing_behind():
             call(X)
     assert (outer.graphs[0].calls, inner.graphs[0].calls) == (2, 1)
     assert telemetry.registry.listeners == listeners
+
+
+@pytest.mark.parametrize("fn", [split, torch.sin])
+def test_who_listens_is_told_of_each_graph_that_is_compiled(fn):
+    """A period that a clock measures ends there, also if nothing of the graph is captured."""
+    told = []
+    with contextlib.ExitStack() as stack:
+        telemetry.listen(told.append, stack)
+        told.clear()
+        torch.compile(lambda x: fn(x), backend="cgpass")(X)
+        assert told == telemetry.graphs()[-1:]
 
 
 def test_training_steps_and_callables_graphed_by_hand_are_told_of():
