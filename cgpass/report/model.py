@@ -118,12 +118,8 @@ class Facts:
     @property
     def boundaries(self) -> int:
         """Places where graphs end though work goes on: partitions without a graph, breaks, what is left to eager."""
-        eager = sum(
-            not part.captured
-            for graph in self.graphs
-            for part in graph.partitions
-            if any(each.captured for each in graph.partitions)
-        )
+        mixed = [g.partitions for g in self.graphs if any(p.captured for p in g.partitions)]
+        eager = sum(not part.captured for parts in mixed for part in parts)
         return eager + len(self.graph_breaks) + len(self.left_to_eager)
 
     @property

@@ -140,13 +140,12 @@ def findings(report: Facts) -> list[Reason]:
 
 def _found(report: Facts) -> Iterator[tuple[float, Reason]]:
     """Each thing that costs time, and how many operators ran without a graph for it: infinite where nobody counted."""
-    for reason in (*report.left_to_eager, *report.graph_breaks):
+    for reason in (*report.left_to_eager, *report.graph_breaks, *report.recompilations):
         detail = f"{EARLIER if reason.is_earlier else ''}{reason.detail}"
         where = reason.line
         if reason.rest is not None:
             where = f"{reason.rest} runs in eager{f' because of {where}' if where else ''}"
         yield math.inf, replace(reason, line=where, detail=detail)
-    yield from ((math.inf, reason) for reason in report.recompilations)  # each took seconds
     for graph in report.graphs:
         weight = graph.calls * graph.num_ops
         yield from ((weight, replace(r, line=r.line or graph.name)) for r in graph.why)
