@@ -34,11 +34,8 @@ _BEHIND: Final = f"{_OUTSIDE}, or behind `if not torch.compiler.is_compiling():`
 _KNOWN: Final = (
     (r"Tensor\.backward\(\) call", "the backward is called", "leave it: it has its own graphs"),
     (r"`Optimizer\.zero_grad`", "gradients are cleared", "leave it: it launches little"),
-    (
-        r"Tensor\.item\(\)|_local_scalar_dense|tolist\(\)",
-        "the host reads a tensor's value",
-        _HOST_READ,
-    ),
+    (r"Tensor\.item\(\)|_local_scalar_dense", "the host reads a tensor's value", _HOST_READ),
+    (r"tolist\(\)", "the host reads a tensor's values", _HOST_READ),
     (
         r"generic_jump|Data-dependent branching",
         "a branch on a tensor's value",
