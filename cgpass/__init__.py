@@ -66,7 +66,8 @@ _HOMES: Final = {
     "verify": "cgpass.report.verify",
 }
 
-logging.getLogger(__name__).addHandler(telemetry.NamedWarnings(logging.WARNING))
+if logging.lastResort is not None:
+    logging.lastResort.addFilter(telemetry.named)
 registration.turn_off_if_early()  # NCCL reads it once; later may be too late
 
 

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 
 from cgpass.errors import ReportError
 from cgpass.report import watch
-from cgpass.report.check import least_share, run_script, verdict
+from cgpass.report.check import percentage, run_script, verdict
 from cgpass.report.doctor import doctor
 from cgpass.report.report import Report, check_place, diff
 from cgpass.runtime import native
@@ -53,11 +52,13 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a script as its own process would. It fails (status 1) if less than a share of the operators "
         "that functions compiled by cgpass ran after their warm-ups was captured, or if something that was to be "
         "captured, or compiled, ran without a graph. Warm-ups that no recording ever follows count, too. Operators are "
-        "counted as traced, each as often as it ran. A script that fails itself keeps its status. Threads that go on after "
-        "the script find no module __main__ of it.",
+        "counted as traced, each as often as it ran. Callables graphed by hand are not checked: cgpass.expect asks for their "
+        "replays. A script that fails itself keeps its status. Threads that go on after it find no module __main__ of it.",
     )
     wanted = "a share, as 95%% or 0.95 (default: 95%%)"
-    check.add_argument("--min-captured", metavar="SHARE", default="95%", help=wanted)
+    check.add_argument(
+        "--min-captured", metavar="SHARE", type=percentage, default="95%", help=wanted
+    )
     check.add_argument("--save", metavar="FILE", help="write a report of all that ran to a file")
     module = "what follows is a module, as for python -m"
     check.add_argument("-m", dest="module", action="store_true", help=module)
@@ -96,7 +97,6 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    least = least_share(options.min_captured)
     save = None if options.save is None else Path(options.save).absolute()
     if save is not None:  # looked at before the script runs, which may go elsewhere
         check_place(save)
@@ -108,7 +108,7 @@ def _check(options: argparse.Namespace) -> int:
         return status
     if save is not None:
         report.save(save)
-    passes, text = verdict(report, least)
+    passes, text = verdict(report, options.min_captured)
     _say(text)
     return 0 if passes else 1
 
@@ -122,7 +122,6 @@ def _say(told: object) -> None:
 
 def _build(_: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # with the compiler
-    start = time.monotonic()
     try:
         with progress.shown("compiling native code", "auto"):
             path = native.build(keep=True)
@@ -131,8 +130,7 @@ def _build(_: argparse.Namespace) -> int:
         said = f"{error.said.rstrip()}\n" if error.said else ""
         sys.stderr.write(f"{said}cgpass build: {error}. {error.fix}.\n")
         return 1
-    took = f"after {time.monotonic() - start:.1f} s"
-    _say(f"{path}\nnative code for torch {torch.__version__} is there, {took}")
+    _say(f"{path}\nnative code for torch {torch.__version__} is there")
     return 0
 
 

@@ -153,7 +153,7 @@ def reset() -> None:
     on. Functions that reached torch's recompile limit stay listed, since they run in eager until `torch.compiler.reset()`.
     `cgpass.counters()` are not reset.
     """
-    telemetry.begin_summary()
+    telemetry.registry.since = telemetry.now()
     for each in torch_private.graph_breaks():
         each.earlier = True
     release_idle()
@@ -235,7 +235,7 @@ class Compilation:
         if inputs:  # else it is the body of an `invoke_subgraph`
             forward.graph.output_node().meta[_NUM_RETURNED] = settings["num_fwd_outputs"]
             self._training.forget()  # what could be had of a kept pair, of which the backward could not
-            telemetry.compile_stats.joint_graphs += 1
+            telemetry.registry.compiled.joint_graphs += 1
         return forward, backward
 
     # ---- one graph

@@ -179,7 +179,7 @@ class TrainStep:
         """Variants that Dynamo compiled: how each runs, or why in pieces."""
         finalizer: Any = weakref.finalize(self, torch_private.forget_compiled, fn.__code__)
         finalizer.atexit = False
-        telemetry.add_stats(self._counts)
+        telemetry.registry.counts.append(self._counts)
 
     @property
     def calls(self) -> int:
@@ -549,17 +549,14 @@ class _Whole:
         return outputs
 
     def counts(self) -> telemetry.Variant:
-        """Return its counts, which hold it weakly."""
-        reads, runner = weakref.WeakMethod(self._reads), self._runner
-        return telemetry.Variant(runner.stats, runner.reasons, self.is_one, reads)
-
-    def _reads(self) -> str:
-        """Describe the graph's inputs."""
-        layout, own = self._runner.layout, len(self._update.state) + len(self._update.rates)
-        return (
+        """Return its counts, and what its graph reads."""
+        runner, own = self._runner, len(self._update.state) + len(self._update.rates)
+        layout = runner.layout
+        reads = (
             f"reads {many(len(layout.parameters), 'parameter')} and {many(own, 'tensor')} of the optimizer in place, "
             f"copies {many(len(layout.copied), 'input')}"
         )
+        return telemetry.Variant(runner.stats, runner.notes, runner.reasons, self.is_one, reads)
 
     def _body(self, args: list[Any]) -> list[Any]:
         """Run the step, or the update alone: before it is recorded, and while it is."""

@@ -37,7 +37,7 @@ from cgpass.runtime.executor import Executor, Plan
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.partition import PartitionRunner
 from cgpass.runtime.rng import read_on_the_host
-from cgpass.telemetry import CallStats, progress
+from cgpass.telemetry import progress
 from cgpass.telemetry.reason import OTHER_FIXES, Reason
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, Source
 
@@ -121,7 +121,7 @@ class GraphBuilder:
         graph = self._add_graph(skip=known, num_ops=num_ops(gm), why=causes)
         on_cuda = any(d.type == "cuda" for d in devices(gm))
         if is_skip and (driver in ("cuda", "simulated") or (driver == "auto" and on_cuda)):
-            telemetry.compile_stats.skips += 1
+            telemetry.registry.compiled.skips += 1
             text = f"{self._named()} runs without CUDA graphs: {why}"
             self._tell(text, anew=not found or any(map(self._is_new, found)))
         return _counted(graph, self._compile(gm, example_inputs))
@@ -207,18 +207,21 @@ class GraphBuilder:
             return boxed
         return torch_private.mark_boxed(lambda args: boxed(as_traced(args)))
 
-    def _executor(self, plan: Plan, parts: Sequence[PartitionSummary], graph: int) -> Boxed:
+    def _executor(
+        self, plan: Plan, parts: Sequence[PartitionSummary], graph: telemetry.Graph
+    ) -> Boxed:
         """A callable that telemetry and profiles know of."""
         names = [part.name for part in parts]
         in_profiles = {n: self.source.of(f"cgpass: {self.direction} {n}") for n in names}
         owner = self.owner(self.target.device) if self.target.records else None
         executor = Executor(plan, owner, in_profiles)
-        runs = {
+        graph.tally, graph.live = executor.tally, weakref.ref(executor)
+        graph.parts = {
             step.name: telemetry.PartitionRun(step.run.stats, step.run.notes, step.run.reasons)
             for step in plan.steps
             if isinstance(step.run, PartitionRunner)
         }
-        telemetry.add_run(graph, telemetry.GraphRun(executor.tally, runs, weakref.ref(executor)))
+        telemetry.tell(graph)
 
         def call(args: list[Any]) -> list[Any]:
             return executor(args)
@@ -226,7 +229,7 @@ class GraphBuilder:
         setattr(call, "executor", executor)  # noqa: B010  for whole training steps
         return torch_private.mark_boxed(call)
 
-    def _part(self, part: Part, graph: int) -> Any:
+    def _part(self, part: Part, graph: telemetry.Graph) -> Any:
         gm = part.gm
         if part.tag.captured:
             return self._captured(part.name, gm, graph, lambda known: self._compile_part(gm, known))
@@ -238,7 +241,7 @@ class GraphBuilder:
         self,
         name: str,
         gm: fx.GraphModule,
-        graph: int,
+        graph: telemetry.Graph,
         compile_for: Callable[[list[int]], Boxed],
         otherwise: Sequence[int] = (),
     ) -> Any:
@@ -317,8 +320,10 @@ class GraphBuilder:
         """Generated Python over a graph's operators."""
         return read_on_the_host(torch_private.boxed_graph_module(gm), seed_positions(gm))
 
-    def _add_graph(self, partitions: tuple[PartitionSummary, ...] = (), **about: Any) -> int:
-        """Have telemetry and traces know of the graph; returns its number."""
+    def _add_graph(
+        self, partitions: tuple[PartitionSummary, ...] = (), **about: Any
+    ) -> telemetry.Graph:
+        """Have telemetry and traces know of the graph."""
         summary = GraphSummary(
             self.direction,
             partitions,
@@ -332,7 +337,7 @@ class GraphBuilder:
         log.info("%s", str(summary).splitlines()[0])
         return telemetry.add_graph(summary)
 
-    def _add_partitions(self, partitions: tuple[PartitionSummary, ...]) -> int:
+    def _add_partitions(self, partitions: tuple[PartitionSummary, ...]) -> telemetry.Graph:
         if self.target.records:
             return self._add_graph(partitions, driver=self.target.driver)
         return self._add_graph(skip=_OFF, num_ops=sum(part.num_ops for part in partitions))
@@ -343,15 +348,15 @@ class GraphBuilder:
         return progress.shown(text, self.options.progress)
 
 
-def _counted(graph: int, fn: Boxed) -> Boxed:
+def _counted(graph: telemetry.Graph, fn: Boxed) -> Boxed:
     """Wrap a compiled graph of which nothing is captured, so that its calls are counted."""
-    tally = CallStats()
+    tally = graph.tally
 
     def call(args: list[Any]) -> Any:
         tally.calls += 1
         return fn(args)
 
-    telemetry.add_run(graph, telemetry.GraphRun(tally, {}, weakref.ref(call)))
+    telemetry.tell(graph)
     return torch_private.mark_boxed(call)
 
 

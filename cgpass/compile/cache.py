@@ -76,7 +76,7 @@ class GraphCache:
         with Pause():  # collections would look at these many objects again and again
             gm, inputs, lasting = torch_private.unpickled(kept)
             fn = self._compile(gm, inputs, **lasting, **own)
-        telemetry.compile_stats.graphs_kept += 1
+        telemetry.registry.compiled.graphs_kept += 1
         return fn
 
 

@@ -101,9 +101,9 @@ class FailedCapture:
     """Answers `PartitionRunner` about a failed capture of one partition. See `failures.OnFailure`."""
 
     gm: fx.GraphModule
-    graph: int
+    graph: telemetry.Graph
     name: str
-    """The graph's and the partition's in what telemetry knows."""
+    """The partition's in the graph."""
     operators: FailedOperators
     driver: GraphDriver | None
     """None if other processes take part, so that no search can run it."""
@@ -145,7 +145,7 @@ class FailedCapture:
 
     def _note(self, *, captured: bool, reasons: tuple[Reason, ...] = ()) -> None:
         part = PartitionSummary(self.name, captured, values.num_ops(self.gm), reasons)
-        telemetry.replace_partition(self.graph, part)
+        self.graph.replace(part)
 
 
 def find_culprit(

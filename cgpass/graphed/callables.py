@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from cgpass import torch_private
+from cgpass import telemetry, torch_private
 from cgpass.errors import CGPassError, GraphedBackwardError, HookError, InputError
 from cgpass.graphed.binding import Binding
 from cgpass.graphed.modules import Statics, Target
@@ -20,7 +20,7 @@ from cgpass.runtime import fast
 from cgpass.runtime.changes import mend, open_modes
 from cgpass.runtime.failures import random_state_kept
 from cgpass.runtime.owner import Owner
-from cgpass.telemetry import ByHand, add_stats
+from cgpass.telemetry import ByHand
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class GraphedFunction:
         """Runs the callable without a graph."""
         self.stats = ByHand(name=target.name)
         """Counts of calls, recordings and replays."""
-        add_stats(self.stats)
+        telemetry.registry.counts.append(self.stats)
         self.binding, self.hooks, self.options = binding, hooks, options
         self.with_grad = torch.is_grad_enabled()
         """True if a backward is recorded where results require grad."""

@@ -1,7 +1,6 @@
 """`python -m cgpass check`: runs a script, and says whether enough of its work was captured."""
 
 import concurrent.futures.thread
-import importlib.util
 import os
 import runpy
 import sys
@@ -15,11 +14,6 @@ from cgpass.telemetry.reason import NEW, many
 
 _FAILED = frozenset({"capture", "failed_capture", "no_placeholder", "out_of_memory"})
 """Codes of what turned out not to be capturable only when it was captured."""
-_NOTHING = "nothing was compiled by cgpass"
-_CHECKED = (
-    ': only torch.compile(..., backend="cgpass") in this process is checked, callables graphed by hand are not '
-    "(cgpass.expect asks for their replays)"
-)
 
 
 def verdict(report: Facts, least: float) -> tuple[bool, str]:
@@ -29,20 +23,16 @@ def verdict(report: Facts, least: float) -> tuple[bool, str]:
     passes = bool(work or steps) and done >= least * work and whole >= least * steps and not late
     said = []
     if work:
-        which = "code ran after its" if report.left_to_eager else "functions ran after their"
-        ran = f"{many(work, 'operator')} that compiled {which} warm-ups"
-        said.append(
-            f"{share(done * 1000 // work, 1000)} of the {ran} were captured"
-        )  # less, not more
+        captured = share(done * 1000 // work, 1000)  # less, not more
+        ran = f"{many(work, 'operator')} that compiled code ran after its warm-ups"
+        said.append(f"{captured} of the {ran} were captured")
     if steps:
         later = f"{many(steps, 'training step')} after first ones"
         said.append(f"{share(whole, steps)} of {later} were one graph")
     if said:
         said[-1] += f", {share(least, 1)} required"
-    elif report.graphs and not report.others:
-        said = [headline(report)]
     else:
-        said = [_NOTHING if report.graph_breaks or late else f"{_NOTHING}{_CHECKED}"]
+        said = [headline(report)]
     lines = wrapped(f"cgpass check: {'passed' if passes else 'FAILED'}: {'; '.join(said)}")
     lines += ["fell back:", *(row for each in late for row in wrapped(each, 2))] if late else []
     if not passes and report.others:
@@ -63,19 +53,12 @@ def fell_back(report: Facts) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def least_share(text: str) -> float:
-    """Read a share as `95%`, `95` or `0.95`.
-
-    Raises:
-        ReportError: It is none.
-    """
-    try:
-        number = float(text.strip().removesuffix("%"))
-    except ValueError:
-        number = -1.0
+def percentage(text: str) -> float:
+    """Read a share as `95%`, `95` or `0.95`."""
+    number = float(text.strip().removesuffix("%"))
     number /= 100 if text.strip().endswith("%") or number > 1 else 1
     if not 0 <= number <= 1:
-        raise ReportError(f"--min-captured is a share as 95% or 0.95, got {text!r}")
+        raise ValueError(text)
     return number
 
 
@@ -83,19 +66,19 @@ def run_script(script: str, args: Sequence[str], *, module: bool = False) -> int
     """Run a script as `python script args` does, or a module as `python -m`; returns the status that it exits with.
 
     Raises:
-        ReportError: There is no such script or module.
+        ReportError: There is no such script.
         Exception: Whatever it raises.
     """
     argv, path, threads = sys.argv, sys.path, {*threading.enumerate()}
     folder = os.getcwd() if module else os.path.dirname(os.path.abspath(script))
     sys.argv, sys.path = [script, *args], [folder, *path]
     try:
-        if not (_is_there(script) if module else os.path.exists(script)):
-            raise ReportError(f"there is no {'module' if module else 'script'} {script!r} to check")
         if module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
-        else:
+        elif os.path.exists(script):
             runpy.run_path(script, run_name="__main__")
+        else:
+            raise ReportError(f"there is no script {script!r} to check")
     except SystemExit as exit_:
         if exit_.code is None or isinstance(exit_.code, int):
             return (exit_.code or 0) & 0xFF  # as a shell sees it
@@ -108,12 +91,3 @@ def run_script(script: str, args: Sequence[str], *, module: bool = False) -> int
             left[0].join()
         sys.argv, sys.path = argv, path
     return 0
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError as error:
-        if f"{module}.".startswith(f"{error.name}."):
-            return False
-        raise

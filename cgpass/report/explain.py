@@ -16,10 +16,9 @@ from torch.utils import _pytree as pytree
 from cgpass import telemetry, torch_private
 from cgpass.backend import cgpass
 from cgpass.errors import InputError, OptionError
-from cgpass.options import current_defaults, set_defaults
+from cgpass.options import set_defaults
 from cgpass.report import watch
 from cgpass.report.report import Report
-from cgpass.runtime import native
 from cgpass.runtime.inputs import overlaps_itself
 from cgpass.runtime.writes import bits
 from cgpass.whole_step import TrainStep
@@ -34,16 +33,7 @@ _GRAPH_IS_GONE: Final = "Trying to backward through the graph a second time"
 @overload
 def explain() -> contextlib.AbstractContextManager[Report]: ...
 @overload
-def explain(
-    fn: Fn,
-    /,
-    *args: Any,
-    training: bool = True,
-    compare: bool = False,
-    optimizer: torch.optim.Optimizer | None = None,
-    options: Mapping[str, Any] | None = None,
-    **kwargs: Any,
-) -> Report: ...
+def explain(fn: Fn, /, *args: Any, **kwargs: Any) -> Report: ...
 def explain(
     fn: Fn | None = None,
     /,
@@ -132,9 +122,6 @@ def explain(
         with watch.watched() as report:
             for _ in range(_CALLS):
                 call()
-            if native.loader.status is not None:  # where nothing was recorded yet
-                native.loader.wait(current_defaults().progress)
-        report.model = _name_of(fn)
         if compare and report.device != watch.SIMULATED:
             report.ms, report.plain_ms = watch.compared(call)
         return report
@@ -250,9 +237,8 @@ def _restored(
     for module in dict.fromkeys(modules):
         _keep(stack, module._parameters)
         _keep(stack, module._buffers)
-    for optimizer in dict.fromkeys(
-        each for each in used if isinstance(each, torch.optim.Optimizer)
-    ):
+    optimizers = [each for each in used if isinstance(each, torch.optim.Optimizer)]
+    for optimizer in dict.fromkeys(optimizers):
         _keep(stack, optimizer.state)
         _keep(stack, optimizer.param_groups)
         tensors += [each for group in optimizer.param_groups for each in group["params"]]
@@ -307,10 +293,3 @@ def _spread(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[st
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch) if isinstance(batch, tuple | list) else args), kwargs
-
-
-def _name_of(fn: Fn) -> str:
-    fn = getattr(fn, "_orig_mod", fn)
-    if isinstance(fn, torch.nn.Module):
-        return f"{type(fn).__name__}.forward"
-    return str(getattr(fn, "__name__", type(fn).__name__))

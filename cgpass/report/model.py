@@ -1,6 +1,5 @@
 """Reports on some calls, as plain data."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from cgpass.telemetry.reason import Reason
@@ -67,17 +66,15 @@ class GraphReport(GraphSummary):
 class Facts:
     """The facts of some calls."""
 
-    unfinished: bool = False
-    """True if the block goes on, and nothing is told yet."""
     cgpass: str = ""
     torch: str = ""
     device: str = ""
     made: str = ""
-    """Date and time."""
+    """Date and time; empty while the block goes on, and nothing is told yet."""
     command: str = ""
     """Of the process."""
     model: str = ""
-    """The function that was called, or the place where the first one begins."""
+    """The place where the first function begins."""
     graphs: tuple[GraphReport, ...] = ()
     """Those that ran."""
     left_to_eager: tuple[Reason, ...] = ()
@@ -121,22 +118,11 @@ class Facts:
     @property
     def boundaries(self) -> int:
         """Places where graphs end though work goes on: partitions without a graph, breaks, what is left to eager."""
-        eager = sum(
-            not part.captured
-            for graph in self.graphs
-            for part in graph.partitions
-            if any(each.captured for each in graph.partitions)
-        )
+        mixed = [g.partitions for g in self.graphs if any(p.captured for p in g.partitions)]
+        eager = sum(not part.captured for parts in mixed for part in parts)
         return eager + len(self.graph_breaks) + len(self.left_to_eager)
 
     @property
     def plain_calls(self) -> int:
         """Calls of captured partitions that ran without a graph; warm-ups are none."""
         return self.counters.get("plain_calls", 0)
-
-    @property
-    def reasons(self) -> Iterator[Reason]:
-        """List all reasons why something ran outside of graphs."""
-        yield from (*self.left_to_eager, *self.graph_breaks, *self.recompilations)
-        yield from (reason for graph in self.graphs for reason in graph.why)
-        yield from (reason for part in self.partitions for reason in part.reasons)

@@ -1,12 +1,12 @@
 """`summary`, what this process compiled in a few lines, and `expect`, a block whose events are counted."""
 
 import contextlib
-import difflib
 from collections import Counter
 from collections.abc import Iterator
 
 from cgpass import telemetry
 from cgpass.errors import ExpectationError, OptionError
+from cgpass.options import nearest
 from cgpass.report import watch
 
 
@@ -23,15 +23,13 @@ def summary() -> str:
     breaks, functions left to eager, training steps and callables graphed by hand follow, then the state of the native code.
     """
     report = watch.since_reset()
-    lines = [
-        str(graph).replace("\n", f" ({times} times)\n" if times > 1 else "\n", 1)
-        for graph, times in Counter(f"{graph}\n" for graph in report.graphs).items()
-    ]
+    graphs = Counter(map(str, report.graphs)).items()
+    lines = [f"{times} times: {graph}" if times > 1 else graph for graph, times in graphs]
     lines += map(str, (*report.graph_breaks, *report.left_to_eager, *report.others))
     if not lines:
         return "no graph was compiled"
     native = [] if report.native is None else [f"native code: {report.native}"]
-    return "\n".join([each.rstrip("\n") for each in lines] + native)
+    return "\n".join(lines + native)
 
 
 @contextlib.contextmanager
@@ -64,8 +62,8 @@ def expect(**counts: int) -> Iterator[dict[str, int]]:
     before = telemetry.counters()
     for name, count in counts.items():
         if name not in before:
-            near = difflib.get_close_matches(name, before, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            near = nearest(name, before)
+            hint = f"; did you mean {near!r}?" if near else ""
             raise OptionError(f"cgpass.expect: there is no counter {name!r}{hint}")
         if isinstance(count, bool) or not isinstance(count, int):
             raise OptionError(f"cgpass.expect: {name} must be an int, got {count!r}")
@@ -79,7 +77,7 @@ def expect(**counts: int) -> Iterator[dict[str, int]]:
     ]
     if wrong:
         compiled = telemetry.graphs(before["graphs"])
-        listed = "".join(f"\n{graph}" for graph in compiled)
+        listed = "".join(f"\n{graph.summary}" for graph in compiled)
         made = f". Compiled inside:{listed}" if compiled else ". No graph was compiled inside."
         others = ", ".join(f"{name} {n}" for name, n in grown.items() if n and name not in counts)
         also = f" (other counters: {others})" if others else ""

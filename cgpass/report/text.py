@@ -15,7 +15,7 @@ WIDTH: Final = 100
 _LISTED: Final = 12
 """Findings that the text lists, and operators or inputs that one of them names."""
 _ROW: Final = "    {:24} {:>6} {:>6} {:>8} {:>8} {:>10} {:>8} {:>12}"
-"""Of the table of partitions; longer names have a line of their own."""
+"""Of the table of partitions."""
 NOTHING: Final = (
     "Nothing that cgpass compiled ran here. It was not called, has no operators, has full backward hooks, is compiled for another backend, is "
     "under torch.compiler.disable, is a container of torch's own (nn.Sequential) inside DistributedDataParallel or FSDP, or "
@@ -72,14 +72,13 @@ def wrapped(words: str, indent: int = 0, hanging: int = 2) -> list[str]:
 def headline(report: Facts) -> str:
     """Say in one line how much ran in graphs."""
     done, work = report.work
-    if report.unfinished:
+    if not report.made:
         return "the block is still running: its report is ready when it ends"
     if report.graphs_ms is not None and report.device_ms:
         inside = f"{share(report.graphs_ms, report.device_ms)} of the device time was inside graphs"
     elif work:
-        which = "code" if report.left_to_eager else "functions"
         inside = (
-            f"{share(done, work)} of the {many(work, 'operator')} of compiled {which} ran in graphs"
+            f"{share(done, work)} of the {many(work, 'operator')} of compiled code ran in graphs"
         )
     elif report.graphs and not (report.left_to_eager or report.others):
         inside = "only warm-up calls ran: call it more often"
@@ -88,10 +87,7 @@ def headline(report: Facts) -> str:
     elif report.graph_breaks or report.left_to_eager:
         inside = "nothing ran in graphs"
     elif report.others:
-        some = (
-            f" ({many(report.plain_calls, 'call')} without a graph)" if report.plain_calls else ""
-        )
-        return f"only training steps or callables graphed by hand ran{some}: see below"
+        inside = "only training steps or callables graphed by hand ran (see below)"
     else:
         return NOTHING
     boundaries = "1 boundary" if report.boundaries == 1 else f"{report.boundaries} boundaries"
@@ -100,6 +96,8 @@ def headline(report: Facts) -> str:
 
 def facts(report: Facts) -> Iterator[str]:
     """Lines below the headline."""
+    native = "" if report.native is None else f", native code {report.native}"
+    yield f"cgpass {report.cgpass}, torch {report.torch}, {report.device}{native}"
     if report.ms and report.plain_ms is not None:
         ratio = report.plain_ms / report.ms
         yield (
@@ -114,6 +112,8 @@ def facts(report: Facts) -> Iterator[str]:
             f"{many(grown.get('recordings', 0), 'recording')} made, {many(grown.get('replays', 0), 'replay')}, "
             f"{many(grown.get('warmups', 0), 'warm-up')}, {size(grown.get('copied_bytes', 0))} copied"
         )
+    if report.pool_bytes is not None:
+        yield f"{size(report.pool_bytes)} in the memory pools of graphs"
 
 
 # ---- what costs most
@@ -140,13 +140,12 @@ def findings(report: Facts) -> list[Reason]:
 
 def _found(report: Facts) -> Iterator[tuple[float, Reason]]:
     """Each thing that costs time, and how many operators ran without a graph for it: infinite where nobody counted."""
-    for reason in (*report.left_to_eager, *report.graph_breaks):
+    for reason in (*report.left_to_eager, *report.graph_breaks, *report.recompilations):
         detail = f"{EARLIER if reason.is_earlier else ''}{reason.detail}"
         where = reason.line
         if reason.rest is not None:
             where = f"{reason.rest} runs in eager{f' because of {where}' if where else ''}"
         yield math.inf, replace(reason, line=where, detail=detail)
-    yield from ((math.inf, reason) for reason in report.recompilations)  # each took seconds
     for graph in report.graphs:
         weight = graph.calls * graph.num_ops
         yield from ((weight, replace(r, line=r.line or graph.name)) for r in graph.why)
@@ -206,11 +205,9 @@ def what(reason: Reason) -> str:
 
 def text(report: Facts) -> str:
     """The report as text."""
-    if report.unfinished:
+    if not report.made:
         return headline(report)
-    about = [f"cgpass {report.cgpass}", f"torch {report.torch}", report.device]
-    about += [f"native code {report.native}"] if report.native is not None else []
-    lines = [*wrapped(headline(report)), *wrapped(", ".join(about))]
+    lines = wrapped(headline(report))
     for each in facts(report):
         lines += wrapped(each)
     lines += costs(report)
@@ -267,9 +264,6 @@ def by_function(graphs: Iterable[GraphReport]) -> Iterator[tuple[str, list[Graph
 
 def head(graph: GraphReport) -> str:
     """Direction and calls of a graph, and how much of it ran in CUDA graphs."""
-    if graph.skip is not None:
-        count = f"{many(graph.num_ops, 'operator')}, {many(graph.calls, 'call')}"
-        return f"{graph.direction}: runs without CUDA graphs, {count}: {graph.skip}"
     done, work = graph.work
     inside = f", {share(done, work)} of {many(work, 'operator')} in graphs" if work else ""
     return f"{graph.direction}: {many(graph.calls, 'call')}{inside}"
@@ -282,17 +276,13 @@ def table(graph: GraphReport) -> Iterator[str]:
     if graph.partitions:
         yield _ROW.format(*titles, "device/call" if timed else "").rstrip()
     for part in graph.partitions:
-        name = " ".join(part.name.split())
-        if len(name) > 24:
-            yield from wrapped(name, 4)
-            name = ""
         copied = None  # recordings may be freed by now
         if part.output_bytes is not None:
             copied = sum(each.num_bytes for each in part.copied_inputs)
         counts = part.replays, size(copied), part.counts.get("recordings", 0)
         kind, more = ("graph", counts) if part.captured else ("plain", "---")
         took = milliseconds(part.device_ms) if timed else ""
-        yield _ROW.format(name, kind, part.num_ops, part.calls, *more, took).rstrip()
+        yield _ROW.format(part.name, kind, part.num_ops, part.calls, *more, took).rstrip()
         yield from wrapped("; ".join(_facts(part)), 6)
 
 

@@ -54,7 +54,7 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
         self._warned = functools.cache(log.warning)
         self.callback(self._tell_of_others, telemetry.now().others)
         telemetry.listen(
-            lambda _, run: [each.wrap(self._wrapped, self) for each in watch.live([run])], self
+            lambda graph: [each.wrap(self._wrapped, self) for each in watch.live([graph])], self
         )
 
     def _tell_of_others(self, before: Mapping[Any, tuple[int, int, int]]) -> None:

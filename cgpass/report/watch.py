@@ -28,11 +28,11 @@ from cgpass.runtime.owner import Owner
 from cgpass.runtime.partition import PartitionRunner
 from cgpass.telemetry import CallStats
 from cgpass.telemetry.reason import excused
-from cgpass.telemetry.summaries import GraphSummary, counted
+from cgpass.telemetry.summaries import counted
 from cgpass.version import VERSION
 
-Key = tuple[int, str]
-"""Number of a graph, and the name of one of its partitions."""
+Key = tuple[telemetry.Graph, str]
+"""A graph, and the name of one of its partitions."""
 
 _SPACING: Final = 32
 """Of so many periods one is timed on average; of the first ones more."""
@@ -48,7 +48,7 @@ SIMULATED: Final = "cpu (simulated graphs: they behave like real ones, their spe
 @contextlib.contextmanager
 def watched() -> Iterator[Report]:
     """A block that is reported; the report is filled when it ends, also by an error."""
-    report = Report(unfinished=True)
+    report = Report()
     breaks, notes = {*torch_private.graph_breaks()}, torch_private.compilations()
     with _Clock() as clock:
         telemetry.listen(clock.add, clock)
@@ -63,7 +63,7 @@ def watched() -> Iterator[Report]:
 def since_reset() -> Report:
     """Report all that ran since `cgpass.reset()`, or since the process began."""
     breaks = {each for each in torch_private.graph_breaks() if each.earlier}
-    return _report(telemetry.summary_began(), breaks, torch_private.compilations(), _Clock())
+    return _report(telemetry.registry.since, breaks, torch_private.compilations(), _Clock())
 
 
 @torch_private.outside_dynamo  # which would trace the end of a block in a compiled function
@@ -74,10 +74,9 @@ def _report(
     clock: "_Clock",
 ) -> Report:
     """Report what came after a moment; until then torch had noted some graph breaks and compilations."""
-    after, graphs = telemetry.now(), list[GraphReport]()
-    for number, (summary, runs) in telemetry.graph_runs().items():
-        if calls := after.calls.get(number, 0) - before.calls.get(number, 0):
-            graphs.append(_graph(number, summary, runs, calls, before, clock))
+    after = telemetry.now()
+    called = telemetry.grown(after.calls, before.calls).items()
+    graphs = [_graph(graph, calls, before, clock) for graph, calls in called if calls]
     met = graph_breaks(breaks, graphs)
     left = left_to_eager(notes)
     told = {(each.line, each.detail) for each in left}
@@ -113,41 +112,36 @@ def _report(
     )
 
 
-def live(runs: Iterable[telemetry.GraphRun]) -> list[Executor]:
-    """Executors of a graph that still live."""
-    return [each for run in runs if isinstance(each := run.live(), Executor)]
+def live(graphs: Iterable[telemetry.Graph]) -> list[Executor]:
+    """Executors of graphs that still live."""
+    return [each for graph in graphs if isinstance(each := graph.live(), Executor)]
 
 
 def owners(before: telemetry.Moment) -> list[Owner]:
     """Owners of graphs that live, and were called since."""
-    calls, graphs = telemetry.grown(telemetry.now().calls, before.calls), telemetry.graph_runs()
-    found = [run for number, (_, runs) in graphs.items() if calls.get(number) for run in runs]
-    return [*dict.fromkeys(each.owner for each in live(found) if each.owner)]
+    calls = telemetry.grown(telemetry.now().calls, before.calls)
+    called = live(graph for graph in calls if calls[graph])
+    return [*dict.fromkeys(each.owner for each in called if each.owner)]
 
 
 def _graph(
-    number: int,
-    summary: GraphSummary,
-    runs: tuple[telemetry.GraphRun, ...],
-    calls: int,
-    before: telemetry.Moment,
-    clock: "_Clock",
+    graph: telemetry.Graph, calls: int, before: telemetry.Moment, clock: "_Clock"
 ) -> GraphReport:
-    captured, warmups = dict[str, dict[str, Any]](), 0
-    for name, part in (item for run in runs for item in run.parts.items()):
-        counts, noted = before.parts.get((number, name), ({}, None))
+    summary, captured, warmups = graph.summary, dict[str, dict[str, Any]](), 0
+    for name, part in graph.parts.items():
+        counts, noted = before.parts.get((graph, name), ({}, None))
         grown = telemetry.grown(telemetry.counts_of(part.stats), counts)
         warmups = max(warmups, excused(grown))
         notes = list(part.notes)[max(0, len(part.notes) - grown["recordings"]) :]
         if summary.driver == "simulated":  # times of what is simulated say nothing
-            notes = [replace(note, record_ms=None, warm_up_ms=None) for note in notes]
+            notes = [replace(note, record_ms=None) for note in notes]
         captured[name] = {
             "calls": grown["calls"] - excused(grown),
             "counts": grown,
             "recordings": tuple(notes),
             "reasons": part.reasons.told(grown, noted),
         }
-    for step in (step for executor in live(runs) for step in executor.plan.steps):
+    for step in (step for executor in live([graph]) for step in executor.plan.steps):
         if isinstance(step.run, PartitionRunner):
             captured[step.name] |= _memory(step.run)
     parts = tuple(
@@ -155,7 +149,7 @@ def _graph(
             **vars(part)
             | {"calls": max(0, calls - warmups), "reasons": counted(part.reasons)}
             | (captured.get(part.name, {}) if part.captured else {}),
-            device_ms=clock.parts.get((number, part.name)),
+            device_ms=clock.parts.get((graph, part.name)),
         )
         for part in summary.partitions
     )
@@ -203,16 +197,16 @@ class _Clock(contextlib.ExitStack):
         self._periods: list[tuple[list[_Timed], Any]] = []
         self._random = random.Random(0)
 
-    def add(self, number: int, run: telemetry.GraphRun) -> None:
+    def add(self, graph: telemetry.Graph) -> None:
         """Time what runs a graph, which may be new."""
         self._end_period(self._period, None)
-        for each in live([run]):
+        for each in live([graph]):
             if each.owner and (device := each.owner.driver.device).type == "cuda":
-                each.wrap(functools.partial(self._wrapped, number, device), self)
+                each.wrap(functools.partial(self._wrapped, graph, device), self)
 
-    def _wrapped(self, number: int, device: torch.device, step: Step, run: Run) -> Run:
+    def _wrapped(self, graph: telemetry.Graph, device: torch.device, step: Step, run: Run) -> Run:
         stats = step.run.stats if isinstance(step.run, PartitionRunner) else CallStats()
-        key = number, step.name
+        key = graph, step.name
 
         def timed(values: list[Any]) -> Any:
             if self._skips > 0:
@@ -274,9 +268,9 @@ def compared(call: Callable[[], object]) -> tuple[float, float]:
     """Mean milliseconds of a call with CUDA graphs and without; the latter are not counted."""
     ms = _mean_ms(call)
     changed = [owner for owner in owners(telemetry.Moment()) if not owner.plain]
-    runs = [run for _, found in telemetry.graph_runs().values() for run in found]
-    counting = [run.tally for run in runs]
-    counting += [part.stats for run in runs for part in run.parts.values()]
+    graphs = telemetry.graphs()
+    counting = [graph.tally for graph in graphs]
+    counting += [part.stats for graph in graphs for part in graph.parts.values()]
     before = [(each, name, getattr(each, name)) for each in counting for name in each.__slots__]
     try:
         for owner in changed:

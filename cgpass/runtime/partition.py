@@ -34,7 +34,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 
-from cgpass import torch_private
+from cgpass import telemetry, torch_private
 from cgpass.compile.facts.input_info import InputInfo
 from cgpass.errors import CaptureError, StaticInputMovedError
 from cgpass.options import Options
@@ -56,7 +56,7 @@ from cgpass.runtime.recording import Recorder, Recording, StagingError
 from cgpass.runtime.rng import distances, forward_states, note_replayed, put_on_the_device
 from cgpass.runtime.table import RecordingTable, Seen
 from cgpass.runtime.writes import Changes
-from cgpass.telemetry import ByHand, CallStats, add_stats, progress
+from cgpass.telemetry import ByHand, CallStats, progress
 from cgpass.telemetry.reason import OTHER_FIXES, CallReasons, many
 from cgpass.telemetry.summaries import RecordingNote, Source
 
@@ -131,7 +131,7 @@ class PartitionRunner:
         self.stats = CallStats()
         if self.by_hand:
             self.stats = ByHand(name=self.name, reasons=self.reasons)
-        add_stats(self.stats)
+        telemetry.registry.counts.append(self.stats)
         self.notes: deque[RecordingNote] = deque(maxlen=_NOTES)
         """Notes of the newest recordings."""
         self.layout = layout = Layout(
@@ -155,8 +155,6 @@ class PartitionRunner:
         """True if this thread ran a call without a graph: libraries keep handles for each thread."""
         self._started = 0.0
         """Begin of the last capture."""
-        self._warm_up_ms: float | None = None
-        """Host time of the last call without a graph, since the last recording."""
         self._start_anew()
         owner.add(self.close, self.forget_recordings)
 
@@ -355,12 +353,11 @@ class PartitionRunner:
 
     def _warm_up(self, args: list[Any], why: str | None = None) -> Sequence[Any]:
         """Run one call without a graph, which is no mere warm-up if `why` says so. To look for writes may wait."""
-        stats, start = self.stats, time.perf_counter()
+        stats = self.stats
         changes = Changes(args, self.layout.copied if self.check_layout else ())
         self._here.ran = True
         with torch_private.autocast_cache_off():
             outputs = self.owner.warm_up(self.fn, args)
-        self._warm_up_ms = (time.perf_counter() - start) * 1e3
         self.layout.mutated |= changes.found()
         stats.warmups += why is None
         stats.plain_calls += why is not None
@@ -536,10 +533,7 @@ class PartitionRunner:
             why = f"values of other partitions moved, or were recorded again: {names}"
             cause = "memory", why, self._named(self.layout.pooled)[1]
         took = (time.perf_counter() - self._started) * 1e3
-        note = RecordingNote(
-            *cause[:2], recording.copied_bytes, took, self._warm_up_ms, cause[2] or self.returned_at
-        )
-        self._warm_up_ms = None
+        note = RecordingNote(*cause[:2], recording.copied_bytes, took, cause[2] or self.returned_at)
         self.notes.append(note)
         self.stats.recordings += 1
         self.stats.rerecordings += note.cause == "moved"

@@ -3,9 +3,6 @@
 import dataclasses
 import itertools
 import logging
-import sys
-import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -92,24 +89,31 @@ class ByHand(CallStats):
 
 
 @dataclass(frozen=True)
-class Variant:
-    """The calls of a variant of a training step; it stays when the variant is gone."""
+class PartitionRun:
+    """The calls of a captured partition; it stays when the partition is gone."""
 
     stats: CallStats
+    notes: Sequence[RecordingNote]
+    """Of its newest recordings, oldest first."""
     reasons: CallReasons
+
+
+@dataclass(frozen=True)
+class Variant(PartitionRun):
+    """The calls of a variant of a training step."""
+
     is_one: bool
     """True if one graph can hold all of it."""
-    reads: Callable[[], Callable[[], str] | None]
-    """A weak reference to a method that describes the graph's inputs."""
+    reads: str
+    """The graph's inputs."""
 
     def explain(self) -> str:
-        """Describe its calls, and its graph's inputs while it lives."""
-        stats, reads = self.stats, self.reads()
+        """Describe its calls, and its graph's inputs."""
+        stats = self.stats
         about = (
             f"{'one graph' if self.is_one else 'a graph of the update'}, recorded {many(stats.recordings, 'time')} and "
-            f"replayed {many(stats.replays, 'time')}"
+            f"replayed {many(stats.replays, 'time')}: {self.reads}"
         )
-        about += "" if reads is None else f": {reads()}"
         return "\n".join(f"  {each}" for each in (about, *self.reasons.told(counts_of(stats))))
 
 
@@ -145,26 +149,24 @@ class StepCalls:
         return "\n".join(lines + [each.explain() for each in self.variants if each.stats.calls])
 
 
-@dataclass(frozen=True)
-class PartitionRun:
-    """The calls of a captured partition; it stays when the partition is gone."""
+@dataclass(eq=False)
+class Graph:
+    """A compiled graph and its runs; kept after that is gone."""
 
-    stats: CallStats
-    notes: Sequence[RecordingNote]
-    """Of its newest recordings, oldest first."""
-    reasons: CallReasons
-
-
-@dataclass(frozen=True)
-class GraphRun:
-    """The runs of a compiled graph; kept after that is gone."""
-
-    tally: CallStats
+    summary: GraphSummary
+    tally: CallStats = field(default_factory=CallStats)
     """Counts the calls of the whole graph."""
-    parts: Mapping[str, PartitionRun]
+    parts: Mapping[str, PartitionRun] = field(default_factory=dict)
     """Its captured partitions, by their names in the graph."""
-    live: weakref.ref[Any]
-    """Its executor; the compiled function keeps that alive."""
+    live: Callable[[], Any] = lambda: None
+    """A weak reference to its executor; the compiled function keeps that alive."""
+    is_replaced: bool = False
+    """True if its function was compiled again; then nothing lists it, or counts its partitions."""
+
+    def replace(self, part: PartitionSummary) -> None:
+        """Note the new state of the partition of this name."""
+        partitions = tuple(part if p.name == part.name else p for p in self.summary.partitions)
+        self.summary = dataclasses.replace(self.summary, partitions=partitions)
 
 
 @dataclass(frozen=True)
@@ -172,97 +174,65 @@ class Moment:
     """Counts of a moment; what came later is told by the differences."""
 
     counters: Mapping[str, int] = field(default_factory=dict)
-    calls: Mapping[int, int] = field(default_factory=dict)
-    """Of graphs, by number."""
-    parts: Mapping[tuple[int, str], tuple[dict[str, int], Noted]] = field(default_factory=dict)
+    calls: Mapping[Graph, int] = field(default_factory=dict)
+    parts: Mapping[tuple[Graph, str], tuple[dict[str, int], Noted]] = field(default_factory=dict)
     """Counts of captured partitions and what was noted of their calls, by graph and name."""
     others: Mapping[ByHand | StepCalls, tuple[int, int, int]] = field(default_factory=dict)
     """Of training steps and what was graphed by hand: calls, those that were one graph, and all but first ones."""
 
 
 @dataclass
-class _Registry:
-    lock: threading.RLock = field(default_factory=threading.RLock)  # a signal may come inside
+class Registry:
+    """What is counted. Threads only append to its lists, so that none needs a lock."""
+
     compiled: CompileStats = field(default_factory=CompileStats)
-    calls: list[CallStats] = field(default_factory=list)
-    """Of all that ever counted: a few numbers each, which stay in the totals."""
-    graphs: dict[int, tuple[GraphSummary, tuple[GraphRun, ...]]] = field(default_factory=dict)
-    """By number, oldest first, each with what runs it."""
-    others: list[ByHand | StepCalls] = field(default_factory=list)
-    """Training steps and what was graphed by hand, which summaries list as their `explain()` does."""
+    counts: list[CallStats | StepCalls] = field(default_factory=list)
+    """Of each captured partition, what is graphed by hand and training step: a few numbers, which stay in the totals."""
+    graphs: list[Graph] = field(default_factory=list)
+    """Of all that were ever compiled, oldest first."""
     since: Moment = field(default_factory=Moment)
     """The counts when the summary began."""
-    listeners: list[Callable[[int, GraphRun], object]] = field(default_factory=list)
+    listeners: list[Callable[[Graph], object]] = field(default_factory=list)
 
 
-_registry = _Registry()
-
-compile_stats = _registry.compiled
-
-
-def add_stats(stats: CallStats | StepCalls) -> None:
-    """Count one more captured partition, what is graphed by hand, or a training step."""
-    with _registry.lock:
-        if isinstance(stats, CallStats):
-            _registry.calls.append(stats)
-        if isinstance(stats, ByHand | StepCalls):
-            _registry.others.append(stats)
+registry = Registry()
 
 
 new_function: Final = itertools.count().__next__
 """Gives a number for one more function that is compiled; its graphs carry it."""
 
 
-def add_graph(summary: GraphSummary) -> int:
-    """Register a compiled graph; returns its number."""
-    with _registry.lock:
-        number = _registry.compiled.graphs
-        _registry.graphs[number] = summary, ()
-        _registry.compiled.graphs += 1
-        return number
+def add_graph(summary: GraphSummary) -> Graph:
+    """Register a compiled graph."""
+    graph = Graph(summary)
+    registry.graphs.append(graph)
+    return graph
 
 
-def add_run(graph: int, run: GraphRun) -> None:
-    """Note the runner of a graph."""
-    with _registry.lock:
-        if graph in _registry.graphs:
-            summary, runs = _registry.graphs[graph]
-            _registry.graphs[graph] = summary, (*runs, run)
-        listeners = list(_registry.listeners)
-    for listener in listeners:
-        listener(graph, run)
+def tell(graph: Graph) -> None:
+    """Tell who listens that a graph can run."""
+    for listener in list(registry.listeners):
+        listener(graph)
 
 
-def listen(listener: Callable[[int, GraphRun], object], until: ExitStack) -> None:
-    """Have `listener` told of what runs each graph, now and later, until a stack is closed; it is where this raises."""
-    known = _registry.listeners
+def listen(listener: Callable[[Graph], object], until: ExitStack) -> None:
+    """Have `listener` told of each graph, now and later, until a stack is closed; it is where this raises."""
+    known = registry.listeners
     for _ in range(2):  # a signal may come inside
         until.callback(lambda: listener in known and known.remove(listener))
     try:
         known.append(listener)
-        for number, (_, runs) in graph_runs().items():
-            for run in runs:
-                listener(number, run)
+        for graph in graphs():
+            listener(graph)
     except BaseException:
         until.close()
         raise
 
 
-def replace_partition(graph: int, part: PartitionSummary) -> None:
-    """Note the new state of the partition of this name."""
-    with _registry.lock:
-        if graph in _registry.graphs:
-            summary, runs = _registry.graphs[graph]
-            partitions = tuple(part if p.name == part.name else p for p in summary.partitions)
-            _registry.graphs[graph] = dataclasses.replace(summary, partitions=partitions), runs
-
-
 def remove_function(function: int) -> None:
     """List the graphs of a function no more, and count their partitions no more: it was compiled again."""
-    with _registry.lock:
-        for number, (summary, _) in list(_registry.graphs.items()):
-            if summary.function == function:
-                del _registry.graphs[number]
+    for graph in graphs():
+        graph.is_replaced = graph.summary.function == function
 
 
 def counters() -> dict[str, int]:
@@ -279,11 +249,12 @@ def counters() -> dict[str, int]:
         >>> cgpass.counters()["replays"] - before  # the first call warmed up
         4
     """
-    with _registry.lock:
-        counts = dataclasses.asdict(_registry.compiled)
-        for spec in dataclasses.fields(CallStats):
-            counts[spec.name] = sum(getattr(stats, spec.name) for stats in _registry.calls)
-        parts = [part for graph, _ in _registry.graphs.values() for part in graph.partitions]
+    counts = dataclasses.asdict(registry.compiled)
+    calls = [each for each in registry.counts if isinstance(each, CallStats)]
+    for spec in dataclasses.fields(CallStats):
+        counts[spec.name] = sum(getattr(stats, spec.name) for stats in calls)
+    counts["graphs"] = len(registry.graphs)
+    parts = [part for graph in graphs() for part in graph.summary.partitions]
     counts["partitions_captured"] = sum(part.captured for part in parts)
     eager = [part for part in parts if not part.captured]
     counts["partitions_eager"] = len(eager)
@@ -296,29 +267,24 @@ def grown(now: Mapping[Any, int], before: Mapping[Any, int]) -> dict[Any, int]:
     return {name: count - before.get(name, 0) for name, count in now.items()}
 
 
-def graph_runs() -> dict[int, tuple[GraphSummary, tuple[GraphRun, ...]]]:
-    """All graphs by number, oldest first, each with what runs it."""
-    with _registry.lock:
-        return dict(_registry.graphs)
-
-
-def graphs(since: int = 0) -> tuple[GraphSummary, ...]:
+def graphs(since: int = 0) -> list[Graph]:
     """The graphs compiled in this process but for so many, oldest first."""
-    return tuple(graph for number, (graph, _) in graph_runs().items() if number >= since)
+    return [graph for graph in registry.graphs[since:] if not graph.is_replaced]
 
 
 def now() -> Moment:
     """Look at all counts."""
-    runs = graph_runs().items()
     parts = {
-        (number, name): (counts_of(part.stats), part.reasons.noted())
-        for number, (_, each) in runs
-        for run in each
-        for name, part in run.parts.items()
+        (graph, name): (counts_of(part.stats), part.reasons.noted())
+        for graph in graphs()
+        for name, part in graph.parts.items()
     }
-    calls = {number: sum(run.tally.calls for run in each) for number, (_, each) in runs}
-    with _registry.lock:
-        others = {x: (x.calls, x.graph_calls, x.later_calls) for x in _registry.others}
+    calls = {graph: graph.tally.calls for graph in graphs()}
+    others = {
+        each: (each.calls, each.graph_calls, each.later_calls)
+        for each in registry.counts
+        if isinstance(each, ByHand | StepCalls)
+    }
     return Moment(counters(), calls, parts, others)
 
 
@@ -328,22 +294,8 @@ def told(other: ByHand | StepCalls, calls: int) -> str:
     return other.explain() + some * (calls < other.calls)
 
 
-def begin_summary() -> None:
-    """Have summaries tell of calls from now on alone."""
-    _registry.since = now()
-
-
-def summary_began() -> Moment:
-    """Give the moment of the last `begin_summary`."""
-    return _registry.since
-
-
-class NamedWarnings(logging.Handler):
-    """Prints warnings with our name before them where nobody set up logging; Python would print them bare."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print a record that no other handler takes."""
-        others = logging.root.handlers or logging.getLogger("cgpass").handlers != [self]
-        if sys.stderr is not None and logging.lastResort is not None and not others:
-            text = self.format(record)
-            sys.stderr.write(f"{'' if text.startswith('cgpass') else 'cgpass: '}{text}\n")
+def named(record: logging.LogRecord) -> bool:
+    """Put our name before a warning of ours that Python prints as it is, since nobody set up logging."""
+    if record.name.startswith("cgpass") and not record.getMessage().startswith("cgpass"):
+        record.msg = f"cgpass: {record.msg}"
+    return True

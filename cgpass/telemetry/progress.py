@@ -4,54 +4,41 @@ import contextlib
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from typing import Final, Literal
 
 DELAY_S: Final = 0.5
-"""Time until work is shown, and between updates of the line."""
-_ERASE: Final = "\r\x1b[K"
-"""To the line's begin, and clear it."""
+"""Time until work is shown."""
 
 Setting = Literal["auto", "off"]
-
-_texts: Final[list[str]] = []
-"""Work in progress, the innermost last."""
 
 
 @contextlib.contextmanager
 def shown(text: str, setting: Setting) -> Iterator[None]:
-    """A block that a line on the terminal tells of if it takes long; of blocks within others the innermost is told of."""
+    """A block that a line on the terminal tells of if it takes long; one inside it takes the line over."""
     if setting == "off" or not _is_terminal():
         yield
         return
-    _texts.append(text)
-    ended = threading.Event()
-    drawing = threading.Thread(target=_draw, args=(ended,), name="cgpass-progress", daemon=True)
-    if is_first := len(_texts) == 1:
-        drawing.start()
+    drawn = threading.Event()
+    timer = threading.Timer(DELAY_S, _draw, (f"cgpass: {text} ...", drawn))
+    timer.daemon = True
+    timer.start()
     try:
         yield
     finally:
-        _texts.remove(text)
-        if is_first:
-            ended.set()
-            drawing.join()
+        timer.cancel()
+        timer.join()
+        if drawn.is_set():
+            _draw("", drawn)
 
 
-def _draw(ended: threading.Event) -> None:
-    """Draw the line until what it tells of is over; whatever is printed meanwhile overwrites it."""
-    stream, since, drawn = sys.stderr, time.monotonic(), False
+def _draw(text: str, drawn: threading.Event) -> None:
+    """Clear the line, and draw it; whatever is printed later overwrites it."""
     with contextlib.suppress(OSError, ValueError):  # a terminal that is gone
-        while not ended.wait(DELAY_S):
-            width = os.get_terminal_size(stream.fileno()).columns or 80
-            text = f"cgpass: {''.join(_texts[-1:])} ({time.monotonic() - since:.0f} s)"
-            stream.write(f"{_ERASE}{text[: width - 1]}\r")
-            stream.flush()
-            drawn = True
-        if drawn:
-            stream.write(_ERASE)
-            stream.flush()
+        width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+        sys.stderr.write(f"\r\x1b[K{text[: width - 1]}\r")
+        sys.stderr.flush()
+        drawn.set()
 
 
 def _is_terminal() -> bool:

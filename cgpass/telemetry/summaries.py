@@ -96,7 +96,5 @@ class RecordingNote:
     """Bytes that each replay copies."""
     record_ms: float | None
     """Host time of capturing and instantiating it; None in reports of simulated graphs."""
-    warm_up_ms: float | None = None
-    """Host time of the last warm-up call before it, None if there was none."""
     line: str | None = None
     """The user's line that reads, or returned, what was new."""

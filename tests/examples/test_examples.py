@@ -93,7 +93,7 @@ def test_quickstart(run):
     out, _ = run("quickstart")
     first, last = losses(out)
     assert last < first
-    assert "operators of compiled functions ran in graphs, 0 boundaries, 0 calls without a" in out
+    assert "operators of compiled code ran in graphs, 0 boundaries, 0 calls without a" in out
     assert "forward: 5 calls, 100% of " in out
     assert "backward: 5 calls, 100% of " in out
 

@@ -23,5 +23,4 @@ def simulated():
 @pytest.fixture
 def counted_alone(monkeypatch):
     """Nothing that was compiled before is counted."""
-    monkeypatch.setattr(telemetry, "_registry", telemetry._Registry())
-    monkeypatch.setattr(telemetry, "compile_stats", telemetry._registry.compiled)
+    monkeypatch.setattr(telemetry, "registry", telemetry.Registry())

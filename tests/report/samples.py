@@ -25,9 +25,9 @@ def sample(text="", **changes):
     small = "its partition would hold 1 operator that does work on the device"
     chosen = Reason("too_small", "aten.cos.default", small, "set min_partition_ops to 1", count=2)
     moved = f"weight{text} (float32[8, 8]) moved from 0x7f00 to 0x7f80"
-    first = RecordingNote("first", "the first call after the warm-up", 100, 8.5, 20.0)
+    first = RecordingNote("first", "the first call after the warm-up", 100, 8.5)
     captured = PartitionReport(
-        name=f"captured_0{text}",
+        name="captured_0",
         captured=True,
         num_ops=40,
         calls=29,
@@ -42,7 +42,7 @@ def sample(text="", **changes):
         device_ms=0.75,
     )
     eager = PartitionReport(
-        name=f"eager_1{text}",
+        name="eager_1",
         captured=False,
         num_ops=3,
         reasons=(reason, chosen),
@@ -74,7 +74,7 @@ def sample(text="", **changes):
         "device": f"NVIDIA H200{text}",
         "made": "2026-01-01 12:00",
         "command": f"train.py{text}",
-        "model": f"Model.forward{text}",
+        "model": f"model.py:38 in forward{text}",
         "graphs": (forward, plain),
         "graph_breaks": (
             Reason("graph_break", "", f"graph break: print{text}", "remove it", "model.py:50 in f"),

@@ -78,16 +78,14 @@ def test_a_check_and_a_report_of_all_tell_the_same_share(simulated, counted_alon
     assert (report.work, report.plain_calls) == ((36, 108), 18)
     assert Report.from_dict(report.to_dict()) == report
     text = joined(report)
-    assert (
-        "33.3% of the 108 operators of compiled functions ran in graphs, 0 boundaries, 18" in text
-    )
+    assert "33.3% of the 108 operators of compiled code ran in graphs, 0 boundaries, 18" in text
     assert (
         "x.size(0) had a new value or layout [max_recordings] Do: pad inputs to a few sizes, or raise"
         in text
     )
     passes, text = check.verdict(report, 0.95)
     assert not passes
-    assert "FAILED: 33.3% of the 108 operators that compiled functions ran after" in joined(text)
+    assert "FAILED: 33.3% of the 108 operators that compiled code ran after" in joined(text)
     (line,) = check.fell_back(report)
     assert "captured_0: 18 of 30 calls ran without a graph: max_recordings=" in line
     assert line.endswith("[max_recordings]; pad inputs to a few sizes, or raise max_recordings")

@@ -145,7 +145,7 @@ def test_reasons_of_graphs_that_no_function_here_is_compiled_to(code):
     assert (reason.code, reason.fix) == (code, op_tables.FIXES[code])
     part = PartitionReport(name="eager_1", captured=False, num_ops=1, reasons=(reason,))
     graph = GraphReport(direction="forward", calls=1, num_ops=1, partitions=(part,))
-    said(Report(device="cuda", graphs=(graph,)), reason)
+    said(Report(made="now", graphs=(graph,)), reason)
 
 
 def chain(x):

@@ -117,7 +117,7 @@ def test_what_is_compiled_in_a_period_ends_it(device):
     loop = Loop(device, clock)
 
     def compiles(values):
-        clock.add(1, SimpleNamespace(live=lambda: None))
+        clock.add(SimpleNamespace(live=lambda: None))
         loop.stats.recordings += 1
         device.now += 1000
         return values, "a recording"

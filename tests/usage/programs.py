@@ -201,7 +201,7 @@ def assert_steady(counters, *, captured, eager=0, **more):
 
 def runners(others=()):
     """Of the partitions that are captured now, but for those of earlier tests."""
-    ran = [run.live() for _, found in telemetry.graph_runs().values() for run in found]
+    ran = [graph.live() for graph in telemetry.graphs()]
     plans = [live.plan for live in ran if hasattr(live, "plan")]
     runs = [step.run for plan in plans for step in plan.steps]
     return [run for run in runs if hasattr(run, "table") and run not in others]

@@ -39,7 +39,8 @@ def summary_of(fn, **options):
         for _ in range(3):
             assert torch.equal(call(X), fn(X))
     torch.compiler.reset()
-    return "\n".join(map(str, telemetry.graphs(before))).splitlines(), counters
+    graphs = [str(graph.summary) for graph in telemetry.graphs(before)]
+    return "\n".join(graphs).splitlines(), counters
 
 
 def long_unsafe(x):
@@ -119,13 +120,13 @@ def test_a_partition_whose_calls_are_refused_is_not_shown_as_captured():
     assert (counters["calls"], counters["warmups"], counters["skips"]) == (4, 1, 1)
     assert counters["partitions_captured"] == 0
     (graph,) = telemetry.graphs(before["graphs"])
-    head, reason = str(graph).splitlines()
+    head, reason = str(graph.summary).splitlines()
     assert head.endswith("0 partitions captured (0 operators), 1 eager (6 operators)")
     assert reason.startswith("  captured_0: tests.waits.default at test_reports.py:")
     assert ': on_skip="raise" refuses its calls: capturing it failed (' in reason
     cgpass.reset()
     (graph,) = telemetry.graphs(before["graphs"])
-    assert str(graph).endswith("1 partition captured (6 operators), 0 eager (0 operators)")
+    assert str(graph.summary).endswith("1 partition captured (6 operators), 0 eager (0 operators)")
     call(X)
     assert refusal(call) == message
     torch.compiler.reset()
@@ -189,7 +190,7 @@ def test_the_recompile_limit_is_named(fn, place):
         "options were others. Calls that no compiled version fits run in eager"
     )
     head, *lines = cgpass.summary().splitlines()
-    assert head.endswith(" eager (0 operators) (8 times)")
+    assert head.startswith("8 times: ")
     (line,) = [each for each in lines if "left to eager" in each]
     assert line == (
         f"left to eager: {place}: {said} [recompile_limit]; compile it once, for one backend and with one set of options, or call "
@@ -306,7 +307,6 @@ def test_recordings_with_cause_and_duration_under_their_compilation(trace):
         "forward captured_0",
     )
     assert first["record_ms"] > 0
-    assert first["warm_up_ms"] > 0
     assert "stack" not in metadata
     assert metadata["attempt"] == 0
     plan, _ = found["cgpass_forward_plan"]

@@ -83,8 +83,8 @@ _OTHER_BACKEND: Final = "BACKEND_MATCH"
 _WRAPPER: Final = os.path.join("torch", "_dynamo", "external_utils.py")
 """Holds the function as which Dynamo compiles modules of torch's. Source: `wrap_inline`, 2.11 to 2.15."""
 
-Function = tuple[Any, ...]
-"""File, first line and name; of a function that is not known, what torch numbers it."""
+Function = tuple[str, int, str]
+"""File, first line and name."""
 
 
 def graph_break_of(gm: fx.GraphModule) -> Reason | None:
@@ -229,7 +229,7 @@ def left_to_eager(before: Sequence[Any]) -> list[Reason]:
     for function, each in (_last(torch_private.compilations()) | living).items():
         is_old = id(each) in old
         is_ours = torch_private.is_ours(each) or function in ours
-        counts = not is_old or (is_ours and len(function) > 1 and living.get(function) is each)
+        counts = not is_old or (is_ours and living.get(function) is each)
         if counts and torch_private.was_given_up(each):
             found.append(replace(_described(function, each), is_earlier=is_old))
     return found
@@ -253,8 +253,6 @@ def recompiled(before: Sequence[Any]) -> list[Reason]:
 
 
 def _where(function: Function) -> str:
-    if len(function) == 1:
-        return "a function whose line is unknown"
     file, line, name = function
     if file.endswith(_WRAPPER):
         return "modules of torch's own classes, as nn.Sequential (they count as one function)"
@@ -277,9 +275,9 @@ def _last(notes: Iterable[Any]) -> dict[Function, Any]:
         frame = torch_private.function_of(each.compile_id)
         if each.co_name is not None:
             functions[frame] = each.co_filename, each.co_firstlineno, each.co_name
-        elif not _LIMIT.search(each.fail_reason or ""):  # a backward's
+        elif frame not in functions or not _LIMIT.search(each.fail_reason or ""):  # a backward's
             continue
-        last[functions.get(frame, (frame,))] = each
+        last[functions[frame]] = each
     return last
 
 

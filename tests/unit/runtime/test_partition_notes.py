@@ -22,7 +22,7 @@ def test_the_first_recording_and_one_for_another_shape():
         "the first call with this value or layout of x1 (read at model.py:1 in forward: code)",
     )
     assert first.copied_bytes == 8
-    assert first.record_ms > 0 < first.warm_up_ms
+    assert first.record_ms > 0
 
 
 def test_values_of_other_partitions_that_lie_elsewhere():

@@ -2,7 +2,6 @@
 
 import io
 import os
-import re
 import select
 import termios
 import threading
@@ -46,7 +45,7 @@ class Terminal:
     def is_clean(self):
         """Tell if the line is gone."""
         self.read()
-        return self.seen.endswith(ERASE)
+        return self.seen.endswith(f"{ERASE}\r")
 
 
 def set_stderr(monkeypatch, stream):
@@ -66,23 +65,17 @@ def terminal(monkeypatch):
     os.close(found.master)
 
 
-def drawers():
-    return [t for t in threading.enumerate() if t.name == "cgpass-progress"]
-
-
 def test_what_takes_long_is_told_of_and_leaves_nothing(terminal):
     with progress.shown("compiling forward", "auto"):
-        assert re.fullmatch(r"cgpass: compiling forward \(\d+ s\)", terminal.wait_for("forward"))
+        assert terminal.wait_for("forward") == "cgpass: compiling forward ..."
     assert terminal.is_clean()
 
 
-def test_of_blocks_within_blocks_the_innermost_is_told_of(terminal):
+def test_a_block_within_another_takes_the_line_over(terminal):
     with progress.shown("compiling f", "auto"):
         terminal.wait_for("compiling f")
         with progress.shown("recording captured_0", "auto"):
             terminal.wait_for("recording captured_0")
-            assert len(drawers()) == 1
-        terminal.wait_for("compiling f")
     assert terminal.is_clean()
 
 
@@ -97,11 +90,8 @@ def test_off_there_is_no_thread(terminal, monkeypatch, why):
         monkeypatch.setenv("TERM", "dumb")
     if why == "rank":
         monkeypatch.setenv("LOCAL_RANK", "1")
-    drawn = []
-    monkeypatch.setattr(progress, "_draw", lambda *_: drawn.append(1))
     with progress.shown("compiling f", "off" if why == "off" else "auto"):
-        pass
-    assert not drawn
+        assert not [t for t in threading.enumerate() if isinstance(t, threading.Timer)]
     terminal.read()
     assert terminal.seen == ""
 
@@ -133,7 +123,7 @@ def test_compilations_and_recordings(terminal, monkeypatch):
     wrapped = cgpass.CUDAGraphWrapper(fn, options=options, name="mine")
     wrapped(x), wrapped(x)
     torch.compiler.reset()
-    texts = [text.removeprefix("cgpass: ").partition(" (")[0] for text in shown]
+    texts = [text.removeprefix("cgpass: ").removesuffix(" ...") for text in shown]
     assert [text.partition(" of test_progress.py:")[0] for text in texts[:2]] == [
         "compiling inference"
     ] * 2

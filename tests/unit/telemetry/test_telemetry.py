@@ -8,37 +8,23 @@ import pytest
 from cgpass import telemetry
 from cgpass.telemetry.reason import CallReasons, Reason
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, counted
-from tests.usage.programs import in_threads
 
 
 @pytest.fixture
 def registry(monkeypatch):
     """An empty one."""
-    monkeypatch.setattr(telemetry, "_registry", telemetry._Registry())
-    monkeypatch.setattr(telemetry, "compile_stats", telemetry._registry.compiled)
-    return telemetry._registry
+    monkeypatch.setattr(telemetry, "registry", telemetry.Registry())
+    return telemetry.registry
 
 
 def test_counts_stay_in_the_totals_when_their_owners_are_gone(registry):
     stats = telemetry.CallStats()
-    telemetry.add_stats(stats)
+    registry.counts.append(stats)
     stats.calls, stats.replays = 5, 4
     del stats
     telemetry.CallStats(calls=3)  # nobody registered it
     totals = telemetry.counters()
     assert (totals["calls"], totals["replays"]) == (5, 4)
-
-
-def test_a_signals_handler_may_ask_for_the_totals(registry):
-    """It may come just while somebody else in its thread asks."""
-    found = []
-
-    def asks():
-        with registry.lock:
-            found.append(telemetry.counters()["calls"])
-
-    in_threads(asks)
-    assert found == [0]
 
 
 def test_a_skip_is_counted_for_as_long_as_it_lasts(registry):
@@ -50,9 +36,9 @@ def test_a_skip_is_counted_for_as_long_as_it_lasts(registry):
     graph = telemetry.add_graph(GraphSummary("forward", parts))
     assert telemetry.counters()["skips"] == 1
     failed = PartitionSummary("captured_0", False, 4, (Reason("out_of_memory", "", "", ""),))
-    telemetry.replace_partition(graph, failed)
+    graph.replace(failed)
     assert telemetry.counters()["skips"] == 2
-    telemetry.replace_partition(graph, parts[0])
+    graph.replace(parts[0])
     assert telemetry.counters()["skips"] == 1
 
 
@@ -61,25 +47,21 @@ def test_a_function_that_was_compiled_again_is_listed_once(registry):
     for function, direction in ((0, "forward"), (1, "inference"), (0, "backward")):
         telemetry.add_graph(GraphSummary(direction, (part,), function=function))
     telemetry.remove_function(0)
-    assert [graph.direction for graph in telemetry.graphs()] == ["inference"]
+    assert [graph.summary.direction for graph in telemetry.graphs()] == ["inference"]
     counters = telemetry.counters()
     assert (counters["graphs"], counters["partitions_captured"]) == (3, 1)
 
 
 def test_a_moment_keeps_what_was_counted_until_then(registry):
     stats, reasons = telemetry.CallStats(calls=3), CallReasons()
-    run = telemetry.GraphRun(
-        telemetry.CallStats(calls=3),
-        {"a": telemetry.PartitionRun(stats, [], reasons)},
-        lambda: None,
-    )
-    telemetry.add_run(telemetry.add_graph(GraphSummary("forward", ())), run)
-    telemetry.begin_summary()
-    run.tally.calls += 1
+    graph = telemetry.add_graph(GraphSummary("forward", ()))
+    graph.tally.calls = 3
+    graph.parts = {"a": telemetry.PartitionRun(stats, [], reasons)}
+    began = telemetry.now()
+    graph.tally.calls += 1
     stats.calls += 1
-    began = telemetry.summary_began()
-    assert (began.calls, began.counters["graphs"]) == ({0: 3}, 1)
-    assert began.parts[0, "a"][0]["calls"] == 3
+    assert (began.calls, began.counters["graphs"]) == ({graph: 3}, 1)
+    assert began.parts[graph, "a"][0]["calls"] == 3
 
 
 def test_reasons_are_counted_and_what_nobody_wants_captured_comes_last():
