@@ -5,7 +5,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils import _pytree as pytree
@@ -25,6 +25,13 @@ from cgpass.telemetry import ByHand
 log = logging.getLogger(__name__)
 
 
+_PENDING: Final = "tensors that it keeps beside autograd wait for their backward"
+_CHANGES: Final = (
+    "parameters or buffers moved; write into them in place (copy_)",
+    "other parameters require gradients",
+    "a flag among the arguments changed",
+)
+"""Causes of one more recording, by the part of the key that differs from the newest one."""
 _splitting: weakref.WeakSet["GraphedFunction"] = weakref.WeakSet()
 """Those whose backwards leave gradients of weights for later."""
 
@@ -283,8 +290,9 @@ class GraphedFunction:
         self._num_left -= 1
         if self._pairs:
             self.stats.rerecordings += 1
-            why = "tensors kept beside autograd wait for their backward"
-            why = why if held else "parameters or buffers moved, or flags changed"
+            each = zip(_CHANGES, next(reversed(self._pairs)), key, strict=True)
+            why = _PENDING if held else next(why for why, was, now in each if was != now)
+            self.stats.again[why] += 1
             log.info("%s records again (%d): %s", self.name, self.stats.rerecordings, why)
         pair = Pair(self, owner, key[-1])
         owner.driver.prepare_thread()

@@ -122,7 +122,7 @@ def explain(
         with watch.watched() as report:
             for _ in range(_CALLS):
                 call()
-        if compare and report.device != watch.SIMULATED:
+        if compare and report.device != watch.SIMULATED and report.counters["replays"]:
             report.ms, report.plain_ms = watch.compared(call)
         return report
 

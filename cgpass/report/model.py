@@ -8,11 +8,11 @@ from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, Recording
 
 @dataclass(frozen=True, kw_only=True)
 class CopiedInput:
-    """An input that each replay copies."""
+    """An input that the last replay copied."""
 
     name: str
     num_bytes: int
-    """Per replay, back again included where the partition writes it."""
+    """In that replay, back again included where the partition writes it."""
     line: str | None = None
     """The user's line that first reads it."""
     moved: bool = False
@@ -30,7 +30,7 @@ class PartitionReport(PartitionSummary):
     recordings: tuple[RecordingNote, ...] = ()
     """The newest of those that were made, oldest first."""
     copied_inputs: tuple[CopiedInput, ...] = ()
-    """Of its newest recording, largest first."""
+    """Of its last replay, largest first."""
     static_inputs: int = 0
     """Parameters, buffers and marked inputs, read where they lie."""
     returned_at: str | None = None

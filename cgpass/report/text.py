@@ -175,7 +175,8 @@ def events(where: str, part: PartitionReport) -> Iterator[tuple[float, Reason]]:
     if rescues := part.counts.get("rescues", 0):
         copied = size(part.counts.get("rescued_bytes", 0))
         held = f"outputs still referenced were copied {many(rescues, 'time')} ({copied})"
-        yield rescues, _at(part.returned_at, where, "rescues", held, _DROP)
+        # last: a copy is cheap beside a recording
+        yield 0, _at(part.returned_at, where, "rescues", held, _DROP)
 
 
 def _at(line: str | None, where: str, code: str, detail: str, fix: str) -> Reason:
@@ -276,9 +277,9 @@ def table(graph: GraphReport) -> Iterator[str]:
     if graph.partitions:
         yield _ROW.format(*titles, "device/call" if timed else "").rstrip()
     for part in graph.partitions:
-        copied = None  # recordings may be freed by now
-        if part.output_bytes is not None:
-            copied = sum(each.num_bytes for each in part.copied_inputs)
+        copied = None
+        if part.replays:  # on average
+            copied = part.counts.get("copied_bytes", 0) // part.replays
         counts = part.replays, size(copied), part.counts.get("recordings", 0)
         kind, more = ("graph", counts) if part.captured else ("plain", "---")
         took = milliseconds(part.device_ms) if timed else ""
@@ -290,7 +291,9 @@ def _facts(part: PartitionReport) -> Iterator[str]:
     """Say where a captured partition's inputs and outputs lie."""
     if part.copied_inputs:
         copied = [f"{each.name} ({size(each.num_bytes)})" for each in part.copied_inputs]
-        yield f"copies {listed(copied, 5)} in every replay"
+        total = sum(each.num_bytes for each in part.copied_inputs) * part.replays
+        which = "every replay" if total == part.counts.get("copied_bytes") else "the last replay"
+        yield f"copies {listed(copied, 5)} in {which}"
     if part.static_inputs:
         yield f"reads {many(part.static_inputs, 'static input')} in place"
     if part.output_bytes:

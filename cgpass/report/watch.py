@@ -164,10 +164,10 @@ def _memory(runner: PartitionRunner) -> dict[str, Any]:
     statics = runner.layout.parameters
     told: dict[str, Any] = {"static_inputs": len(statics), "returned_at": runner.returned_at}
     if recordings:
-        newest = max(recordings, key=lambda recording: recording.capture_index)
+        latest = {} if runner.latest is None else runner.latest.copied_inputs
         copied = [
             CopiedInput(name=infos[i].name, num_bytes=n, line=infos[i].line, moved=i in statics)
-            for i, n in newest.copied_inputs.items()
+            for i, n in latest.items()
         ]
         told["copied_inputs"] = tuple(sorted(copied, key=lambda each: -each.num_bytes))
         told["output_bytes"] = sum(recording.memory.num_bytes() for recording in recordings)

@@ -151,6 +151,8 @@ class PartitionRunner:
         )
         self._last: tuple[ShapeKey, bytes, list[Recording]] | None = None
         """Key and recordings of the last replay of what lay in place."""
+        self.latest: Recording | None = None
+        """The recording that was replayed last, for reports."""
         self._here = threading.local()
         """True if this thread ran a call without a graph: libraries keep handles for each thread."""
         self._started = 0.0
@@ -188,6 +190,7 @@ class PartitionRunner:
             return made
         self.owner.note_handed_out(made)  # before it can be held, whatever happens
         outputs = made.run(args)
+        self.latest = made
         args.clear()
         self.stats.replays += 1
         self.stats.copied_bytes += made.copied_bytes
@@ -411,6 +414,7 @@ class PartitionRunner:
             places = zip(layout.checked, array("q", last[1]), array("q", found.places), strict=True)
             others = found.new or [i for i, before, now in places if before != now]
             moved = found.new or any(self._inputs.was_moved(i, args[i]) for i in others)
+            new = new or others
             if moved and found.code != "new_module":
                 cause = "moved", f"moved: {describe(infos, others, args, _NAMED)}"
             else:
@@ -436,7 +440,8 @@ class PartitionRunner:
             text = f"the partition that makes {name} ran without a graph"
             self.reasons.note(code, lambda: (text, line))
             return text
-        names = describe(self.layout.infos, found.new or found.absent, args)
+        others = () if code == "new_shape" else new
+        names = describe(self.layout.infos, found.new or found.absent or others, args)
         cause, fix = f"each had other tensors: {names}", OTHER_FIXES[code]
         if why_not:
             cause = f"each had {names} at a new address, and they {why_not}"
@@ -560,7 +565,7 @@ class PartitionRunner:
         )
 
     def _close(self, recordings: Sequence[Recording]) -> None:
-        self._last = None
+        self._last = self.latest = None
         with self.owner.changing():
             for recording in recordings:
                 self.owner.close_recording(recording)

@@ -26,12 +26,14 @@ def sample(text="", **changes):
     chosen = Reason("too_small", "aten.cos.default", small, "set min_partition_ops to 1", count=2)
     moved = f"weight{text} (float32[8, 8]) moved from 0x7f00 to 0x7f80"
     first = RecordingNote("first", "the first call after the warm-up", 100, 8.5)
+    counts = {"calls": 30, "replays": 26, "recordings": 2, "rescues": 2, "warmups": 1}
+    counts["copied_bytes"] = 26 * (100 + (3 << 20))
     captured = PartitionReport(
         name="captured_0",
         captured=True,
         num_ops=40,
         calls=29,
-        counts={"calls": 30, "replays": 26, "recordings": 2, "rescues": 2, "warmups": 1},
+        counts=counts,
         recordings=(first, RecordingNote("moved", moved, 3 << 20, 7.25)),
         copied_inputs=(
             CopiedInput(name=f"x{text}", num_bytes=3 << 20, line=f"model.py:40 in forward{text}"),

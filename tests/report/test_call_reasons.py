@@ -120,3 +120,34 @@ def test_a_cache_that_each_call_replaces_is_copied_and_named(simulated):
     copied = {each.name: each for each in part.copied_inputs}
     assert copied.keys() == {"self.k", "x"}
     assert copied["self.k"].line == f"test_call_reasons.py:{line} in forward: self.k = self.k + x"
+
+
+def test_copies_are_those_of_the_last_replay(simulated):
+    """Not those of the newest recording, which another size made, or a parameter that moved."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).requires_grad_(False)
+    compiled = torch.compile(module, backend="cgpass", dynamic=True)
+    own = module[0].weight
+    for weight in (own, own * 1, own * 2, own * 3):
+        module[0].weight = nn.Parameter(weight, requires_grad=False)
+        for size in (16, 16, 3, 3):
+            compiled(torch.randn(size, 8))
+    with cgpass.explain() as report:
+        for _ in range(4):
+            compiled(torch.randn(16, 8))
+    (part,) = report.partitions
+    assert [(each.num_bytes, each.moved) for each in part.copied_inputs] == [(16 * 8 * 4, False)]
+    assert "copies args[0] (512 B) in every replay" in joined(report)
+
+
+def test_what_was_graphed_by_hand_says_why_it_was_recorded_again(simulated):
+    module = nn.Linear(4, 4)
+    graphed = cgpass.make_graphed_callables(
+        module, (torch.randn(2, 4),), options={"driver": "simulated"}
+    )
+    module.weight.data = module.weight.data.clone()
+    graphed(torch.randn(2, 4))
+    module.requires_grad_(False)
+    graphed(torch.randn(2, 4))
+    told = cgpass.summary()
+    assert "recorded again 1 time: parameters or buffers moved; write into them in place" in told
+    assert "recorded again 1 time: other parameters require gradients" in told

@@ -48,12 +48,13 @@ def test_shares_of_time_native_code_and_counters_are_changes():
     ]
 
 
-def test_nothing_is_said_of_copies_of_graphs_that_are_gone():
+def test_copies_are_counted_of_graphs_that_are_gone_too():
     graph = sample().graphs[0]
     part = dataclasses.replace(graph.partitions[0], copied_inputs=(), output_bytes=None)
     text = str(sample(graphs=(dataclasses.replace(graph, partitions=(part,)),)))
     (row,) = [line.split() for line in text.splitlines() if line.startswith("    captured_0 ")]
-    assert row[5:7] == ["-", "2"]
+    assert row[5:7] == ["3.0", "MiB"]
+    assert "in every replay" not in text
 
 
 def test_alike_reasons_are_told_apart_by_their_code():

@@ -109,7 +109,7 @@ seed, so that a recomputation gets other numbers. Source: torch/_inductor/induct
 """
 
 FIXES = {
-    "unsafe_ops": "remove it from unsafe_ops to capture it",
+    "unsafe_ops": "leave it, unless it can be captured: then remove it from unsafe_ops",
     "failed_capture": "remove what waits for the device in it (.item(), .cpu()), or name it in unsafe_ops",
     "python_call": "make it a custom operator, or leave it: only this runs outside of graphs",
     "opaque_autograd": "write the formula without item(), tolist() and data-dependent sizes",
