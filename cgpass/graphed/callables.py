@@ -156,8 +156,7 @@ class GraphedFunction:
         self.stats.calls += 1
         if owner is None or owner.closed or owner.driver.is_capturing():
             closed = "there is no graph on this device, or it was closed"
-            self.stats.why[closed if owner is None or owner.closed else "a capture of yours"] += 1
-            self.stats.plain_calls += 1
+            self.count_plain(closed if owner is None or owner.closed else "a capture of yours")
             return self._run_plainly(args, kwargs)
         why = self._why_plain()
         tensors, flags = (why, ()) if why else self.binding.bind(args, kwargs)
@@ -277,10 +276,14 @@ class GraphedFunction:
                     )
         return None
 
+    def count_plain(self, why: str) -> None:
+        """Count a call, or a backward, that runs without a graph."""
+        self.stats.plain_calls += 1
+        self.stats.why[f"without a graph: {why}"] += 1
+
     def note_plain(self, why: str) -> None:
         """Count a call that runs without a graph, and say why."""
-        self.stats.plain_calls += 1
-        self.stats.why[why] += 1
+        self.count_plain(why)
         self.tell(f"runs without a graph: {why}.")
 
     # ---- recording again
@@ -292,7 +295,7 @@ class GraphedFunction:
             self.stats.rerecordings += 1
             each = zip(_CHANGES, next(reversed(self._pairs)), key, strict=True)
             why = _PENDING if held else next(why for why, was, now in each if was != now)
-            self.stats.again[why] += 1
+            self.stats.why[f"recorded again: {why}"] += 1
             log.info("%s records again (%d): %s", self.name, self.stats.rerecordings, why)
         pair = Pair(self, owner, key[-1])
         owner.driver.prepare_thread()

@@ -412,8 +412,7 @@ class Pair:
                         "further recomputation: run the backward before."
                     )
                 d.tell(f"runs a backward without a graph: {why}.")
-                d.stats.why[f"a backward, since {why}"] += 1
-                d.stats.plain_calls += 1
+                d.count_plain(f"a backward, since {why}")
                 args = [*self._saved_of(call), *call.members, *grads]
                 grads.clear()
                 found = self._run_graph(args)

@@ -72,9 +72,7 @@ class ByHand(CallStats):
 
     name: str = ""
     why: Counter[str] = field(default_factory=Counter)
-    """Causes of calls without a graph, where `reasons` has none."""
-    again: Counter[str] = field(default_factory=Counter)
-    """Causes of further recordings."""
+    """Calls without a graph, where `reasons` has none, and further recordings, with causes."""
     reasons: CallReasons | None = None
     graph_calls = later_calls = 0
 
@@ -84,10 +82,7 @@ class ByHand(CallStats):
         lines = [
             f"{self.name}, graphed by hand: {counted}, {self.plain_calls} of them without a graph"
         ]
-        lines += [f"  {count} without a graph: {why}" for why, count in self.why.most_common()]
-        lines += [
-            f"  recorded again {many(n, 'time')}: {why}" for why, n in self.again.most_common()
-        ]
+        lines += [f"  {count} {why}" for why, count in self.why.most_common()]
         if self.reasons is not None:
             lines += [f"  {each}" for each in self.reasons.told(counts_of(self))]
         return "\n".join(lines)
