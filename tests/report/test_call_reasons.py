@@ -37,27 +37,27 @@ def test_why_calls_ran_without_a_graph(code):
     assert code in NEW or f"{without} of " in reason.detail
 
 
-def test_new_gradients_are_told_how_to_stay():
+@pytest.mark.parametrize(
+    ("code", "name", "fix"),
+    [
+        (
+            "new_tensor",
+            "m.weight.grad",
+            "keep gradients in place with zero_grad(set_to_none=False)",
+        ),
+        ("new_tensor", "m.weight", OTHER_FIXES["new_tensor"]),
+        ("new_shape", "x.size(0)", "use few sizes: pad the batch, or drop the last one"),
+        ("new_shape", "x.size(1)", "pad dimension 1 of x to a few sizes"),
+    ],
+)
+def test_what_is_new_in_each_call_has_a_remedy_of_its_kind(code, name, fix):
     reasons = CallReasons()
     for _ in range(6):
-        reasons.note_changed("new_tensor", [("m.weight.grad", None), ("m.weight", None)])
-    grad, weight = reasons.told(
-        {"calls": 20, "plain_calls": 0, "warmups": 6, "recordings": 1, "replays": 14}
-    )
-    assert (grad.code, weight.code) == ("new_tensor", "new_tensor")
-    assert grad.fix.startswith("keep gradients in place with zero_grad(set_to_none=False)")
-    assert weight.fix == OTHER_FIXES["new_tensor"]
-
-
-def test_new_sizes_are_told_which_dimension_to_pad():
-    reasons = CallReasons()
-    for _ in range(6):
-        reasons.note_changed("new_shape", [("x.size(0)", None), ("x.size(1)", None)])
-    batch, length = reasons.told(
-        {"calls": 20, "plain_calls": 0, "warmups": 6, "recordings": 1, "replays": 14}
-    )
-    assert batch.fix.startswith("use few sizes: pad the batch, or drop the last one")
-    assert length.fix == "pad dimension 1 of x to a few sizes"
+        reasons.note_changed(code, [("other", None), (name, None)])
+    counts = {"calls": 20, "plain_calls": 0, "warmups": 6, "recordings": 1, "replays": 14}
+    _, found = reasons.told(counts)
+    assert (found.code, found.op) == (code, name)
+    assert found.fix.startswith(fix)
 
 
 def limited():

@@ -262,18 +262,3 @@ def test_a_function_that_is_given_up_has_no_entry_for_each_time_it_was_compiled(
             step()
     (place,) = [each.rest for each in report.left_to_eager]
     assert place not in [each.line for each in report.recompilations]
-
-
-def test_an_only_recording_is_no_further_one():
-    with cgpass.explain() as report:
-        moves()
-    assert report.counters["recordings"] == 1
-    assert "captured_0: 1 recording: moved: " in joined(report)
-
-
-def test_a_call_on_the_cpu_says_so():
-    call = torch.compile(chain, backend="cgpass", options={"driver": "auto"})
-    with cgpass.explain() as report:
-        call(X)
-    said = "it runs without CUDA graphs: it uses no CUDA device Do: move it to CUDA"
-    assert said in joined(report)

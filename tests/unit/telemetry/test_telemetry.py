@@ -11,15 +11,7 @@ from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, counted
 from tests.usage.programs import in_threads
 
 
-@pytest.fixture
-def registry(monkeypatch):
-    """An empty one."""
-    monkeypatch.setattr(telemetry, "_registry", telemetry._Registry())
-    monkeypatch.setattr(telemetry, "compile_stats", telemetry._registry.compiled)
-    return telemetry._registry
-
-
-def test_counts_stay_in_the_totals_when_their_owners_are_gone(registry):
+def test_counts_stay_in_the_totals_when_their_owners_are_gone(counted_alone):
     stats = telemetry.CallStats()
     telemetry.add_stats(stats)
     stats.calls, stats.replays = 5, 4
@@ -29,19 +21,19 @@ def test_counts_stay_in_the_totals_when_their_owners_are_gone(registry):
     assert (totals["calls"], totals["replays"]) == (5, 4)
 
 
-def test_a_signals_handler_may_ask_for_the_totals(registry):
+def test_a_signals_handler_may_ask_for_the_totals(counted_alone):
     """It may come just while somebody else in its thread asks."""
     found = []
 
     def asks():
-        with registry.lock:
+        with telemetry._registry.lock:
             found.append(telemetry.counters()["calls"])
 
     in_threads(asks)
     assert found == [0]
 
 
-def test_a_skip_is_counted_for_as_long_as_it_lasts(registry):
+def test_a_skip_is_counted_for_as_long_as_it_lasts(counted_alone):
     parts = (
         PartitionSummary("captured_0", True, 4),
         PartitionSummary("eager_1", False, 2, (Reason("syncs", "", "it waits", ""),)),
@@ -56,7 +48,7 @@ def test_a_skip_is_counted_for_as_long_as_it_lasts(registry):
     assert telemetry.counters()["skips"] == 1
 
 
-def test_a_function_that_was_compiled_again_is_listed_once(registry):
+def test_a_function_that_was_compiled_again_is_listed_once(counted_alone):
     part = PartitionSummary("captured_0", True, 4)
     for function, direction in ((0, "forward"), (1, "inference"), (0, "backward")):
         telemetry.add_graph(GraphSummary(direction, (part,), function=function))
@@ -66,7 +58,7 @@ def test_a_function_that_was_compiled_again_is_listed_once(registry):
     assert (counters["graphs"], counters["partitions_captured"]) == (3, 1)
 
 
-def test_a_moment_keeps_what_was_counted_until_then(registry):
+def test_a_moment_keeps_what_was_counted_until_then(counted_alone):
     stats, reasons = telemetry.CallStats(calls=3), CallReasons()
     run = telemetry.GraphRun(
         telemetry.CallStats(calls=3),
