@@ -7,12 +7,11 @@ from unittest import mock
 
 import pytest
 
-from tests.distributed.calls import CALLS
 from tests.distributed.processes import run_all, wait
 from tests.distributed.programs import PROGRAMS
 
 OF_FOUR = ("tensor_parallel_and_fsdp", "simple_fsdp_in_two_dimensions")
-OF_TWO = tuple(name for name in (*PROGRAMS, *CALLS) if name not in OF_FOUR)
+OF_TWO = tuple(name for name in PROGRAMS if name not in OF_FOUR)
 OF_INDUCTOR = ("tensor_parallel", "simple_fsdp", "fsdp_blocks", "data_parallel", "waits_elsewhere")
 # NCCL's watchdog ends the process; CUDA has such an allocator itself.
 OF_GLOO = ("one_rank_is_late", "fsdp_blocks_that_come_back")

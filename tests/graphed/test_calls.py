@@ -1,10 +1,13 @@
 """Arguments, results and gradients of graphed callables, against running them without a graph."""
 
+import copy
 import dataclasses
+import logging
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 import cgpass
 from tests.graphed.steps import (
@@ -223,3 +226,275 @@ def test_an_argument_that_requires_grad_must_not_be_written(setting):
 
     with pytest.raises(cgpass.errors.GraphedArgumentError, match=r"writes args\[0\] in place"):
         setting.graphed(fn, (setting.randn(3, grad=True),))
+
+
+# ---- arguments and results of classes that the user made
+
+
+class Nameless:
+    """A node that does not tell what its children are called."""
+
+    def __init__(self, first, second):
+        self.first = first
+        self.second = second
+
+
+pytree.register_pytree_node(
+    Nameless, lambda pair: ([pair.first, pair.second], None), lambda parts, _: Nameless(*parts)
+)
+
+
+def test_nodes_without_names_for_their_children(setting):
+    module, plain = twins(setting, net())
+
+    def of(layer):
+        return lambda pair, *, scale: Nameless(layer(pair.first) * scale, pair.second.sin())
+
+    sample = Nameless(setting.randn(4, 8), setting.randn(3))
+    graphed = setting.graphed(of(module), (sample,), {"scale": 2.0}, modules=(module,))
+    given = Nameless(setting.randn(4, 8), setting.randn(3))
+    found, expected = graphed(given, scale=2.0), of(plain)(given, scale=2.0)
+    for a, b in ((found.first, expected.first), (found.second, expected.second)):
+        same(a, b)
+    for result in (found, expected):
+        result.first.square().sum().backward()
+    same_grads(module, plain)
+    with pytest.raises(cgpass.errors.InputError, match="leaf 1 of the arguments was \\[3\\]"):
+        graphed(Nameless(setting.randn(4, 8), setting.randn(5)), scale=2.0)
+    with pytest.raises(cgpass.errors.InputError, match=r"leaf 2 of the arguments was 2\.0"):
+        graphed(given, scale=3.0)
+
+
+@dataclasses.dataclass
+class Unknown:
+    values: object
+    number: int = 1
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_results_that_hide_tensors_are_refused(setting, nested):
+    def wrapped(x):
+        return Unknown([x]) if nested else Unknown(x)
+
+    x = setting.randn(3)
+    with pytest.raises(
+        cgpass.errors.GraphedArgumentError,
+        match=r"returns a Unknown that is new in each run and not a pytree node",
+    ):
+        setting.graphed(lambda x: wrapped(x * 2), (x,))
+    other = Unknown(3)
+    graphed = setting.graphed(lambda x, other: (x * 2, other), (x, other))
+    assert graphed(x, other)[1] is other
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_views_of_arguments_that_are_laid_out_otherwise(setting, requires_grad, caplog):
+    """A view is cut out of the call's own argument, so such a call runs without a graph, and says so."""
+    linear = setting.module(torch.nn.Linear(4, 4))
+
+    def fn(x):
+        return linear(x), x[-1], x
+
+    graphed = setting.graphed(fn, (setting.randn(3, 2, 4, grad=requires_grad),), modules=(linear,))
+    for laid_out in (
+        setting.randn(2, 3, 4).transpose(0, 1),
+        setting.randn(3, 1, 4).expand(3, 2, 4),
+    ):
+        x, y = (laid_out.detach().requires_grad_(requires_grad) for _ in range(2))
+        found, wanted = graphed(x), fn(y)
+        for a, b in zip(found, wanted, strict=True):
+            same(a, b)
+        if requires_grad:
+            found[1].square().sum().backward()
+            wanted[1].square().sum().backward()
+            same(x.grad, y.grad)
+    assert "args[0], which results are views of, has another memory layout" in caplog.text
+    stats = graphed.stats
+    assert stats.plain_calls == 2
+    found = graphed(setting.randn(3, 2, 4))
+    assert found[1].shape == (2, 4)
+    assert stats.plain_calls == 2
+
+
+@pytest.mark.parametrize(
+    ("warm", "captured"),
+    [
+        (lambda y: (y, y), lambda y: (y, None)),
+        (lambda y: (y, None), lambda y: (y, y)),
+        (lambda y: (y,), lambda y: (y, 3)),
+        (lambda y: y, lambda y: (y, y * 3)),
+        (lambda y: {"a": y}, lambda y: {"a": y, "b": {"c": None}}),
+    ],
+)
+def test_a_result_whose_first_tensors_are_alike(setting, warm, captured):
+    runs = []
+
+    def fn(x):
+        runs.append(len(runs))
+        return (captured if len(runs) == 4 else warm)(x * 2)
+
+    with pytest.raises(
+        cgpass.errors.GraphedArgumentError, match=r"fn returns another structure than in the run"
+    ):
+        setting.graphed(fn, (setting.randn(4),))
+
+
+class ReturnsBias(torch.nn.Linear):
+    """As layers whose bias is added later, with results that have no history."""
+
+    def forward(self, x):
+        return x @ self.weight.t(), self.bias, x.detach(), self.weight.detach()
+
+
+def test_a_parameter_as_a_result_and_results_without_a_history(setting):
+    graphed, module, plain = graphed_twins(setting, ReturnsBias(8, 8))
+    found = []
+    for fn in (graphed, plain):
+        x = setting.randn(4, 8, grad=True)
+        x.data.fill_(0.5)
+        y, bias, given, weight = fn(x)
+        assert (given.requires_grad, weight.requires_grad) == (False, False)
+        ((y + bias) * given + weight.sum()).square().sum().backward()
+        found.append((y, x.grad))
+    for a, b in zip(*found, strict=True):
+        same(a, b)
+    same_grads(module, plain)
+
+
+# ---- arguments of every layout, that share memory, that are written, or that are one tensor
+
+
+def complex_randn(setting, *shape):
+    return torch.randn(*shape, dtype=torch.complex64, device=setting.device)
+
+
+@pytest.mark.parametrize("lazy", ["conj", "neg"])
+def test_samples_that_are_conjugates_or_negatives(setting, lazy):
+    def make(flip):
+        x = complex_randn(setting, 3)
+        x = x.conj() if flip else x
+        return x if lazy == "conj" else x.imag
+
+    def fn(x):
+        return x * 3
+
+    graphed = setting.graphed(fn, (make(True),))
+    for x in (make(False), make(True)):
+        same(graphed(x).resolve_conj(), fn(x).resolve_conj())
+    assert graphed.stats.plain_calls == 0
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x[None].expand(3, 3),
+        lambda x: x.sum().expand(3, 3),
+        lambda x: torch.complex(x, x).conj().imag.expand(3, 3),
+        lambda x: torch.complex(x, x)[None].conj() * torch.ones(3, 1, device=x.device),
+    ],
+)
+def test_gradients_of_any_layout(setting, fn):
+    graphed = setting.graphed(fn, (setting.randn(3, grad=True),))
+    for weight in (setting.randn(3, 3), setting.randn(3, 1).expand(3, 3), setting.randn(1, 3)):
+        x = setting.randn(3, grad=True)
+        grads = []
+        for each in (graphed, fn):
+            out = each(x)
+            out.backward(weight.to(out.dtype).expand(3, 3))
+            grads.append(x.grad)
+            x.grad = None
+        torch.testing.assert_close(*grads)
+
+
+def test_tensors_without_elements(setting):
+    graphed = setting.graphed(torch.sin, (setting.randn(0, 3, grad=True),))
+    x = setting.randn(0, 3, grad=True)
+    graphed(x).sum().backward()
+    assert x.grad.shape == (0, 3)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_written_argument_that_shares_memory(setting, shift, caplog):
+    def fn(a, b):
+        a.add_(1)
+        return b * 2
+
+    def zeros():
+        return torch.zeros(4, device=setting.device)
+
+    graphed = setting.graphed(fn, (zeros()[:3], zeros()[:3]))
+    found, expected = zeros(), zeros()
+    same(
+        graphed(found[:3], found[shift : 3 + shift]),
+        fn(expected[:3], expected[shift : 3 + shift]),
+    )
+    same(found, expected)
+    assert graphed.stats.plain_calls == 1
+    assert "args[0], which it writes, shares memory with something else" in caplog.text
+    same(graphed(zeros()[:3], zeros()[:3]), zeros()[:3])
+    assert graphed.stats.plain_calls == 1
+
+
+def test_a_written_argument_that_is_a_buffer(setting):
+    class Adds(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("total", torch.zeros(3))
+
+        def forward(self, into):
+            into.add_(1)
+            return self.total * 2
+
+    module = setting.module(Adds())
+    graphed = setting.graphed(module, (torch.zeros(3, device=setting.device),))
+    same(graphed(module.total), torch.full((3,), 2.0, device=setting.device))
+    assert graphed.graphed.stats.plain_calls == 1
+
+
+class Attends(torch.nn.Module):
+    """Another projection where it attends to what it is given twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = torch.nn.Linear(4, 4)
+        self.cross = torch.nn.Linear(4, 4)
+
+    def forward(self, x, context):
+        return (self.own if x is context else self.cross)(context) * x
+
+
+def pairs(setting):
+    """Arguments that are one tensor, and that are two."""
+    x, y, z = (setting.randn(2, 4, grad=True) for _ in range(3))
+    return {"one": (x, x), "two": (y, z)}
+
+
+@pytest.mark.parametrize("sample", ["one", "two"])
+@pytest.mark.parametrize("form", [lambda *args: args, lambda a, b: ({"a": a, "b": [b]},)])
+def test_code_that_asks_whether_arguments_are_one(setting, sample, form, caplog):
+    module = setting.module(Attends())
+    twin = copy.deepcopy(module)
+
+    def unpacking(fn):
+        return lambda *given: fn(*given) if len(given) == 2 else fn(given[0]["a"], *given[0]["b"])
+
+    graphed = setting.graphed(unpacking(module), form(*pairs(setting)[sample]), modules=(module,))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            for kind, args in pairs(setting).items():
+                before = graphed.stats.plain_calls
+                expected = twin(*args)
+                expected.square().sum().backward()
+                wanted = [arg.grad.clone() for arg in args]
+                for arg in args:
+                    arg.grad = None
+                found = graphed(*form(*args))
+                found.square().sum().backward()
+                same(found, expected)
+                for arg, grad in zip(args, wanted, strict=True):
+                    same(arg.grad, grad)
+                same_grads(module, twin)
+                is_plain = (kind == "one") is (sample == "two")
+                assert graphed.stats.plain_calls - before == is_plain
+    (message,) = [each.getMessage() for each in caplog.records]
+    assert "runs without a graph: in the sample, other arguments were the same tensor" in message

@@ -12,7 +12,7 @@ from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.telemetry.reason import CHOSEN, OTHER_FIXES
 from cgpass.telemetry.summaries import counted
 from tests.operators import doubling, tagged, with_effect
-from tests.report.calls import CALLS
+from tests.report.test_call_reasons import CALLS
 from tests.unit.compile.facts.test_capturability import PROVOKED
 
 X = torch.linspace(0.1, 0.9, 16).view(4, 4)
