@@ -5,7 +5,6 @@ import dataclasses
 
 import pytest
 import torch
-from torch import nn
 
 import cgpass
 from cgpass.options import Options
@@ -276,24 +275,3 @@ def test_warm_ups_are_no_calls_without_a_graph(simulated):
             inner(torch.randn(n, 4))
     assert report.counters["warmups"] == 10
     assert report.plain_calls == 0
-
-
-class Cache(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.k = torch.zeros(4, 8)
-        self.weight = nn.Parameter(torch.ones(8))
-
-    def forward(self, x):
-        self.k = self.k + x
-        return (self.k * self.weight).sin().cos().exp().tanh()
-
-
-def test_a_cache_that_each_call_replaces_is_copied_and_named(simulated):
-    report = cgpass.explain(Cache(), torch.randn(4, 8), training=False)
-    (part,) = report.graphs[0].partitions
-    assert not part.reasons
-    line = Cache.forward.__code__.co_firstlineno + 1
-    copied = {each.name: each for each in part.copied_inputs}
-    assert copied.keys() == {"self.k", "x"}
-    assert copied["self.k"].line == f"test_call_reasons.py:{line} in forward: self.k = self.k + x"

@@ -134,17 +134,6 @@ def test_a_graph_without_operators_has_nothing_to_record():
     assert found.fix == "leave it: nothing is lost"
 
 
-def test_blocks_may_be_nested_and_leave_nothing_behind():
-    call = torch.compile(split, backend="cgpass")
-    listeners = list(telemetry._registry.listeners)
-    with cgpass.explain() as outer:
-        call(X)
-        with cgpass.explain() as inner:
-            call(X)
-    assert (outer.graphs[0].calls, inner.graphs[0].calls) == (2, 1)
-    assert telemetry._registry.listeners == listeners
-
-
 def test_training_steps_and_callables_graphed_by_hand_are_told_of():
     model = nn.Linear(8, 1)
     step = cgpass.train_step(
