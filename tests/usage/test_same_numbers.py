@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -139,6 +140,9 @@ def numbers(*values):
 ways.add(
     {
         "numbers that change": numbers(1, 2, 3, 2, 1.5, 2.5, 1.5, True, False, True, math.pi, 3),
+        "complex numbers": numbers(1j, 2 + 1j, 1j, 3.5, 2 + 1j),
+        "NumPy's numbers": numbers(*map(np.float32, (0.1, 0.2, 0.3)), *map(np.int64, (2, 3, 2))),
+        "NumPy's doubles and bools": numbers(*map(np.float64, (0.1, 0.2)), *map(np.bool_, (1, 0))),
         "a number on the host as a tensor": numbers(*map(torch.tensor, (1.5, 2.5, 1.5, 3.5, -1.0))),
     },
     replays="some",
