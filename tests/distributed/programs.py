@@ -326,7 +326,8 @@ def data_parallel_step(world):
     )
     losses = [step(x).cpu() for x in world.randn(8, WIDTH)]
     assert step.whole_calls == 0, step.explain()
-    assert len(step.in_pieces) == 1, step.explain()
+    plain = world.options["driver"] == "none"
+    assert plain or [*step.in_pieces] == ["it communicates with other processes"], step.explain()
     return [*losses, step.grad_norm.cpu(), *map(whole, module.parameters())]
 
 

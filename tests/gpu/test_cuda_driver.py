@@ -12,7 +12,6 @@ import torch
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.runtime.driver import CUDADriver
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.wrapper import CUDAGraphWrapper
 from tests.gpu.test_failed_captures import assert_process_is_healthy
 from tests.unit.runtime.runners import partition
 from tests.usage.programs import in_threads
@@ -151,23 +150,6 @@ def test_a_generator_given_as_input_is_registered(owner):
     got = [runner.run([x, generator])[0][0].clone() for _ in range(4)]
     assert runner.stats.replays == 3
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
-
-
-def test_calls_on_changing_streams_are_ordered():
-    size = 1 << 22
-    weight = torch.rand(size, device="cuda")
-    wrapper = CUDAGraphWrapper(lambda x, w: ((x * w).sin() * 3).cos() + x, static_input_indices=[1])
-    streams = [torch.cuda.Stream() for _ in range(3)]
-    inputs = [torch.rand(size, device="cuda") for _ in range(12)]
-    torch.cuda.synchronize()
-    results = []
-    for i, x in enumerate(inputs):
-        with torch.cuda.stream(streams[i % 3]):
-            results.append(wrapper(x, weight))
-    torch.cuda.synchronize()
-    for x, result in zip(inputs, results, strict=True):
-        assert torch.equal(result, ((x * weight).sin() * 3).cos() + x)
-    assert wrapper.stats.replays == 11
 
 
 @pytest.mark.parametrize("expandable", [True, False])

@@ -78,17 +78,3 @@ def test_a_state_given_for_good():
 
     for a, b in zip(numbers(compiled), numbers(F.dropout), strict=True):
         assert torch.equal(a, b)
-
-
-def test_a_graphed_callable_called_in_forks():
-    layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)).cuda()
-    x = torch.randn(4, 8, device="cuda")
-    graphed = cgpass.make_graphed_callables(layer, (x.clone(),))
-    expected = run(
-        lambda x, w: layer(x) * w, WAYS["recorded outside"], x, torch.ones(8, device="cuda")
-    )
-    found = run(
-        lambda x, w: graphed(x) * w, WAYS["recorded outside"], x, torch.ones(8, device="cuda")
-    )
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b)

@@ -308,21 +308,6 @@ def test_older_recordings_leave_what_is_kept_alone(setting, order):
     assert all(fn.stats.plain_calls == fn.stats.rerecordings == 0 for fn in graphed)
 
 
-@pytest.mark.parametrize("calls", [0, 1])
-def test_results_that_their_receiver_enlarges(setting, calls):
-    graphed, module, plain = graphed_twins(setting, Applies(torch.tanh))
-    for _ in range(3):
-        for each in (graphed, plain):
-            torch.manual_seed(1)
-            y = each(setting.randn(4, 8))
-            y.detach().untyped_storage().resize_(4096)
-            others = [each(setting.randn(4, 8)) for _ in range(calls)]
-            y.sum().backward()
-            del others
-        same_grads(module, plain)
-    assert graphed.graphed.stats.plain_calls == 0
-
-
 @pytest.mark.parametrize("fn", [LetsGo.apply, AsksTwice.apply])
 def test_a_backward_whose_parameters_moved_is_told_of_once(setting, fn, caplog):
     graphed, module, plain = graphed_twins(setting, Applies(fn))

@@ -21,7 +21,6 @@ from tests.usage.programs import (
     long_enough,
     noting,
     one_of_each_on_cpu,
-    steady,
     trained_on,
 )
 
@@ -39,18 +38,6 @@ def mutated_input(session):
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_a_mutated_input_is_written_back(setting, compiler):
     assert_steady(setting.compare(mutated_input, compiler=compiler), captured=1)
-
-
-def product(a, b):
-    return (a.sin() * 2 - b.cos()) * (a + b)
-
-
-@ways(counts=steady(2))
-def the_same_tensor_twice_and_two_tensors_alternate(session):
-    call = session.compile(product)
-    for number in range(8):
-        a = session.randn(4, 8)
-        yield [call(a, a if number % 2 else session.randn(4, 8))]
 
 
 @ways(replays="none")
@@ -110,23 +97,6 @@ ways.add(
 
 
 # ---- kinds that change
-
-
-@ways(replays="some")
-def tensors_made_in_inference_mode_and_outside(session):
-    module, call = session.compiled(MLP)
-    with torch.inference_mode():
-        made_inside = session.randn(4, 8)
-    for number, batch in enumerate(session.batches(4, 8, count=12)):
-        if number % 3 == 0:
-            with torch.inference_mode():
-                values = [call(made_inside + batch).clone()]
-        elif number % 3 == 1:
-            with torch.no_grad():
-                values = [call(made_inside)]
-        else:
-            values = learn(module, call(batch).square().mean())
-        yield values
 
 
 def numbers(*values):

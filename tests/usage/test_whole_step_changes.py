@@ -11,8 +11,6 @@ import functools
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -319,29 +317,6 @@ def test_groups_states_and_tensors(way):
     check(way, TENSORS, make=Net, max_norm=1.0)
 
 
-@pytest.mark.parametrize("change", ["states", "a parameter", "a group"])
-def test_a_signal_while_a_change_is_noted(way, change, monkeypatch):
-    def program(session):
-        training = Training(session, make=Net)
-        batches = session.batches(4, 8, count=3 * EACH)
-        for number, batch in enumerate(batches):
-            if number == EACH:
-                TENSORS[change](training)
-                with monkeypatch.context() as patched:
-                    patched.setattr(torch_private, "why_not_recordable", interrupted)
-                    with pytest.raises(KeyboardInterrupt):
-                        training.step(batch)
-            training.run(batch)
-        if session.options["driver"] != "none":
-            assert training.step.whole_calls == 3 * EACH - 2, training.step.explain()
-        return training.found()
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    compared(way, program)
-
-
 ON_THE_HOST = {"cpu": 3, "cuda": 0}
 """A Python float that changes becomes a tensor on the CPU, which a backward reads, too."""
 
@@ -606,31 +581,6 @@ def test_hooks_that_no_python_code_sees(way, process_group):
         return training.found()
 
     compared(way, program)
-
-
-def ddp(module):
-    return nn.parallel.DistributedDataParallel(module)
-
-
-def fsdp(module):
-    return fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
-
-
-@pytest.mark.parametrize("wrap", [ddp, fsdp])
-def test_what_talks_to_other_processes_runs_in_pieces(wrap, process_group):
-    del process_group
-
-    def losses(wrap, driver):
-        torch.manual_seed(0)
-        module = wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, fused=True)
-        options = {"driver": driver, "compiler": "eager", "on_skip": "silent"}
-        step = cgpass.train_step(lambda x: module(x).square().mean(), optimizer, options=options)
-        return [step(torch.ones(4, 8) * n).item() for n in range(5)], step.in_pieces
-
-    found, in_pieces = losses(wrap, "simulated")
-    assert in_pieces == {"it communicates with other processes": 5}
-    assert found == losses(lambda module: module, "none")[0]
 
 
 def test_guards_are_the_users_to_leave_out(way):

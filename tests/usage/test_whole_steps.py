@@ -109,29 +109,12 @@ def swap_data(training):
         parameter.data = parameter.data.clone() * 0.5
 
 
-def copy_module(training):
-    training.values += programs.state(copy.deepcopy(training.module))
-
-
 def evaluate(training, number):
     if number % 3 == 2:
         training.module.eval()
         with torch.no_grad():
             training.values.append(training.loss_fn(training.session.randn(4, 8)))
         training.module.train()
-
-
-def average(training, number):
-    swa = torch.optim.swa_utils
-    if number == 0:
-        decay = swa.get_ema_multi_avg_fn(0.9)
-        training.averages = [
-            swa.AveragedModel(training.module),
-            swa.AveragedModel(training.module, multi_avg_fn=decay),
-        ]
-    for each in training.averages:
-        each.update_parameters(training.module)
-        training.values.append(next(each.parameters()).sum())
 
 
 class Branches(nn.Module):
@@ -331,15 +314,9 @@ USES = {
     "gpt": of_family(Gpt),
     "resnet": of_family(Resnet),
     "plain": use(),
-    "clipping": use(max_norm=0.1),
-    "a schedule of groups": use(
-        every=schedule("CosineAnnealingLR", T_max=5), optimizer=groups_of, max_norm=1.0
-    ),
     "two optimizers": use(optimizer=two_optimizers, max_norm=1.0),
     "momentum that changes": use(every=schedule("OneCycleLR", max_lr=0.1, total_steps=20), whole=0),
     "evaluation": use(every=evaluate),
-    "a copy of the module": use(change=copy_module),
-    "averages": use(every=average),
     "versions": use(every=note_versions),
     "sparse gradients": use(
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1), whole=0, **SPARSE
@@ -357,7 +334,6 @@ USES = {
     "frozen now and then": use(every=toggle, whole=None),
     "adagrad": use(optimizer=adagrad, whole=0),
     "capturable": use(optimizer=capturable, max_norm=1.0, whole=None),
-    "nesterov": use(optimizer=fused(torch.optim.SGD, momentum=0.9, nesterov=True)),
     "bfloat16": use(
         make=lambda: MLP().bfloat16(),
         loss_fn=lambda m: lambda x: m(x.bfloat16()).float().square().mean(),
@@ -489,14 +465,6 @@ def scaled(session, *, max_norm):
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_a_scaler_that_skips_steps(way, max_norm):
     compared(way, lambda session: scaled(session, max_norm=max_norm))
-
-
-def under_autocast(session):
-    training = Training(session, max_norm=0.1)
-    for number, batch in enumerate(session.batches(4, 8, count=STEPS)):
-        with torch.autocast(session.device.type, torch.bfloat16, enabled=number % 4 == 3):
-            training.run(batch)
-    return training.found()
 
 
 def two_steps(session):
@@ -655,9 +623,7 @@ def fed_back(session):
     return training.found()
 
 
-PROGRAMS = (
-    *(under_autocast, two_steps, arguments, sizes, resumed, raising, copied, adversaries, fed_back),
-)
+PROGRAMS = (*(two_steps, arguments, sizes, resumed, raising, copied, adversaries, fed_back),)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)

@@ -376,14 +376,6 @@ def test_what_is_recorded_stays_known_however_many_keys_came_since():
     assert run.table.all() == run.owner._pools[0].recordings
 
 
-def test_sizes_that_do_not_come_again_are_named_once(caplog):
-    run = runner(lambda x, n: [x * n], COPIED, SYMINT, max_recordings=2)
-    for n in range(20):
-        call(run, X, n)
-    (message,) = warnings(caplog)
-    assert "since each had a new value or layout of x1 (" in message
-
-
 def test_one_more_call_without_a_graph_leaves_known_how_far_operators_draw():
     """Recordings go by what an earlier call of the same key learnt."""
     run, value = runner(lambda p, x: [p * x], POOLED, COPIED), torch.ones(2)
