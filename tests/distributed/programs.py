@@ -457,32 +457,6 @@ def one_rank_records_again(world):
         ]
 
 
-def verified(world, verifies):
-    """One part communicates, one does not: only the latter is verified."""
-    group = dist.group.WORLD
-
-    def fn(x):
-        y = tagged((x.sin() * 2).cos().exp())
-        return all_reduce(y.sin().sum(0), "sum", group).cos() * 2
-
-    call, results = world.compile(fn, dynamic=True), []
-    with torch.no_grad(), cgpass.verify() if verifies else contextlib.nullcontext() as verification:
-        for number, x in enumerate(world.randn(8, WIDTH)):
-            # What one process replays, the other may not: there the shape is new.
-            results.append(call(x[: 2 + number // 2 * world.rank]).cpu())
-    if verifies and world.options["driver"] != "none":
-        assert verification.checked > 0
-    return results
-
-
-def verified_by_all(world):
-    return verified(world, verifies=True)
-
-
-def verified_by_one(world):
-    return verified(world, verifies=world.rank == 0)
-
-
 def by_hand(world, fn):
     """`fn(x, own)` captured by itself, where graphs are asked for."""
     if world.options["driver"] == "none":
@@ -590,8 +564,6 @@ PROGRAMS: dict[str, Callable] = {
         one_rank_is_late,
         shards_of_another_dimension,
         one_rank_records_again,
-        verified_by_all,
-        verified_by_one,
         wrapped_in_place,
         wrapped_exchange,
         graphed_in_place,

@@ -34,7 +34,6 @@ ENVIRONMENTS = {
 FAILING = (("one_rank_fails", 1), ("one_rank_is_late", 0))
 FREED = ("fsdp_blocks", "fsdp_blocks_that_come_back")
 BETWEEN = {"waits_elsewhere": (1,), "expert_parallel": (2,), "parallel_loss": (0, 1)}
-BETWEEN |= dict.fromkeys(("verified_by_all", "verified_by_one"), (1,))
 """Eager partitions, in forward and backward; of the parallel loss, torch 2.11's own indices by a mask."""
 
 

@@ -1,4 +1,4 @@
-"""It works in your stack: optimizers, layers that share code, threads, transforms of torch, a mixture of experts."""
+"""It works in your stack: optimizers, layers that share code, threads, transforms of torch."""
 
 import functools
 import itertools
@@ -7,7 +7,6 @@ import threading
 
 import pytest
 import torch
-from benchlib.models import SPECS
 from torch import nn
 
 import cgpass
@@ -201,31 +200,6 @@ def test_calls_from_several_threads(setting, compiler, outputs):
     assert counters["recordings"] == (1 if outputs == "owned" else 2)
 
 
-def test_from_the_second_thread_on_results_are_copies(way):
-    session = way.session()
-    module, call = session.compiled(MLP)
-    batches = session.batches(4, 8, count=12)
-    results = {}
-
-    def work(first):
-        with torch.no_grad():
-            for i in range(first, len(batches), 3):
-                results[i] = call(batches[i])
-
-    work(0)
-    held = dict(results)
-    in_threads(lambda: work(1), lambda: work(2))
-    with counted() as counters:
-        work(0)
-    for i, batch in enumerate(batches):
-        with torch.no_grad():
-            assert torch.equal(results[i], module(batch))
-    for i, result in held.items():
-        assert torch.equal(result, results[i])
-    assert counters["rescues"] == 0
-    assert counters["replays"] == 4
-
-
 def test_one_thread_calls_and_another_reads(way):
     def program(session):
         _, call = session.compiled(MLP)
@@ -405,31 +379,3 @@ def test_a_wrapper_inside_a_transform(setting, caplog):
     with pytest.raises(InputError, match="requires grad"):
         torch.func.grad(lambda x: call(x).sum())(x)
     assert caplog.text.count("made inside a transform") == 1
-
-
-# ---- a mixture of experts of transformers
-
-
-def step(model, call, tokens):
-    loss = call(input_ids=tokens, labels=tokens, use_cache=False).loss
-    loss.backward()
-    grads = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad(set_to_none=True)
-    return loss.detach(), grads
-
-
-@pytest.mark.filterwarnings("ignore")  # transformers' and torch's own
-@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_mixtral_trains_as_in_eager(compiler):
-    torch.manual_seed(0)
-    try:
-        model = SPECS["mixtral"].build(True).model
-    except ImportError as error:
-        pytest.skip(f"transformers can't load Mixtral here: {error}")
-    tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(1))
-    expected = step(model, model, tokens)
-    options = {"driver": "simulated", "compiler": compiler, "on_skip": "silent"}
-    call = torch.compile(model, backend=cgpass.cgpass, options=options)
-    for _ in range(3):
-        torch.testing.assert_close(step(model, call, tokens), expected)
-    torch.compiler.reset()

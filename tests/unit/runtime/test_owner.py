@@ -152,14 +152,6 @@ def test_recordings_go_before_a_larger_one_unless_a_backward_reads_what_is_held(
     del kept
 
 
-def test_what_is_held_of_a_closed_recording_lies_where_no_older_one_writes():
-    first, second, *_ = both()
-    (held,), _ = second.run([X])
-    second.close()
-    assert call(first, X * 7) == [[14, 14]]
-    assert held.tolist() == [5, 5]
-
-
 def test_a_recording_that_was_closed_is_not_kept():
     """Not even where a younger one's outputs are held, or where its own lie elsewhere and are."""
     first, second, *_ = both()
