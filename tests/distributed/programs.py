@@ -377,21 +377,6 @@ def waits_elsewhere(world):
         return [call(x).cpu() for x in world.randn(4, WIDTH)]
 
 
-def returned_unwaited(world):
-    group = dist.group.WORLD.group_name
-
-    def fn(x):
-        y = (x * 2).sin().cos().exp()
-        return collectives.all_reduce(y, "sum", group), y.tanh()
-
-    call = world.compile(fn)
-    with torch.no_grad():
-        results = [call(x) for x in world.randn(4, WIDTH)]
-        return [
-            t.cpu() for first, second in results for t in (collectives.wait_tensor(first), second)
-        ]
-
-
 def one_rank_fails(world):
     """One process can't capture what the other one captures."""
     group = dist.group.WORLD.group_name
@@ -441,20 +426,6 @@ def shards_of_another_dimension(world):
     call = world.compile(lambda x: other_shards(x).cos() * 2)
     with torch.no_grad():
         return [call(x).cpu() for x in world.randn(4, WIDTH)]
-
-
-def one_rank_records_again(world):
-    """Shapes of one process change, and not those of what is exchanged."""
-
-    def fn(x, own):
-        return other_shards(x) + (own.sin() * 2).sum()
-
-    call = world.compile(fn, dynamic=True)
-    with torch.no_grad():
-        return [
-            call(x, x.new_ones(2 + (world.rank * number) % 3)).cpu()
-            for number, x in enumerate(world.randn(4, WIDTH))
-        ]
 
 
 def by_hand(world, fn):
@@ -559,11 +530,9 @@ PROGRAMS: dict[str, Callable] = {
         simple_fsdp_in_two_dimensions,
         groups_of_its_own,
         waits_elsewhere,
-        returned_unwaited,
         one_rank_fails,
         one_rank_is_late,
         shards_of_another_dimension,
-        one_rank_records_again,
         wrapped_in_place,
         wrapped_exchange,
         graphed_in_place,

@@ -110,19 +110,6 @@ def test_values_between_partitions(dtype):
     assert_replays(counters)
 
 
-@DTYPES
-def test_callables_graphed_by_hand(dtype):
-    graphed = cgpass.make_graphed_callables(
-        passed_on,
-        tuple(values(dtype, seed).to(harness.DEVICE) for seed in (0, 1)),
-        options={"driver": harness.DRIVER},
-    )
-    for call in range(4):
-        a, b = (values(dtype, 2 * call + k).to(harness.DEVICE) for k in (0, 1))
-        for ours, expected in zip(graphed(a, b), passed_on(a, b), strict=True):
-            assert_same_bits(ours, expected)
-
-
 @pytest.mark.parametrize("name", ["uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2"])
 def test_inductor_s_kernels(name):
     dtype = getattr(torch, name)

@@ -59,25 +59,6 @@ def test_places_are_the_same_in_every_step(resets):
     assert found[1:] == found[:1] * 5
 
 
-def test_it_lies_in_a_pool_of_its_own():
-    gathered.give_gathered_a_pool()
-    layer = Layer()
-    (first, *_) = layer.gather()
-    segments = torch.cuda.memory_snapshot()
-    (pool,) = {
-        tuple(each["segment_pool_id"])
-        for each in segments
-        if each["address"] <= first.data_ptr() < each["address"] + each["total_size"]
-    }
-    assert pool != (0, 0)
-    other = torch.empty(SIZES[0], device="cuda")
-    assert not any(
-        each["address"] <= other.data_ptr() < each["address"] + each["total_size"]
-        for each in segments
-        if tuple(each["segment_pool_id"]) == pool
-    )
-
-
 def test_what_is_gathered_in_a_capture_lies_in_the_captures_pool():
     gathered.give_gathered_a_pool()
     layer, graph = Layer(), torch.cuda.CUDAGraph()

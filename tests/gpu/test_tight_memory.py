@@ -148,22 +148,3 @@ def test_what_does_not_fit_runs_without_a_graph_and_says_so(model, caplog):
                 assert call(batch).cpu().equal(expected)
         assert counters["recordings"] == 1
         assert counters["plain_calls"] == 0
-
-
-@pytest.mark.parametrize("filled", [90, 95, 99])
-@pytest.mark.parametrize("model", MODELS)
-def test_training_on_a_full_device(model, filled):
-    """At 99 percent there is room for what a step needs without a graph, beside some for the sizes of segments."""
-    make, (count, *shape) = MODELS[model]
-    shape = (count // 8, *shape)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    expected = trained(make, shape, "none")
-    needed = torch.cuda.max_memory_allocated() - before + 128 * MIB
-    torch.compiler.reset()
-    torch.cuda.empty_cache()
-    ballast = torch.empty(filled * needed, dtype=torch.uint8, device=DEVICE)
-    with spared((100 - filled) * needed):
-        values = trained(make, shape, "auto")
-    del ballast
-    assert all(map(torch.equal, values, expected))

@@ -57,18 +57,20 @@ def made_elsewhere():
     return second
 
 
-def bypassed(why):
+def doubled(calls=0, **changes):
+    """One whose owner changes after some calls, before another one."""
     run = runner(lambda x: [x * 2], COPIED)
-    run.owner.bypassed = why
+    for _ in range(calls):
+        call(run, X)
+    vars(run.owner).update(changes)
     call(run, X)
     return run
 
 
 def captured_by_others():
-    run = runner(lambda x: [x * 2], COPIED)
-    run.owner.driver.is_capturing = lambda: True
-    call(run, X)
-    return run
+    driver = SimulatedDriver()
+    driver.is_capturing = lambda: True
+    return doubled(driver=driver)
 
 
 def raising():
@@ -86,14 +88,6 @@ def sharing():
     run.layout.mutated = frozenset({0})
     x = torch.ones(4)
     call(run, x[:2], x[1:3])
-    return run
-
-
-def put_off():
-    run = runner(lambda x: [x * 2], COPIED)
-    call(run, X)
-    run.owner.closed = True
-    call(run, X)
     return run
 
 
@@ -137,11 +131,11 @@ CALLS = {
         "1 of 4 calls ran without a graph: the partition that makes x0 ran without a graph",
     ),
     "transform": (
-        lambda: bypassed("transform"),
+        lambda: doubled(bypassed="transform"),
         "1 of 1 call ran without a graph: they were made inside a transform",
     ),
     "no_native_code": (
-        lambda: bypassed("no_native_code"),
+        lambda: doubled(bypassed="no_native_code"),
         "1 of 1 call ran without a graph: recording needs the native code, which is missing",
     ),
     "outer_capture": (
@@ -156,7 +150,10 @@ CALLS = {
             "code), x1"
         ),
     ),
-    "passing": (put_off, "1 of 2 calls ran without a graph: they could not be recorded just then"),
+    "passing": (
+        lambda: doubled(1, closed=True),
+        "1 of 2 calls ran without a graph: they could not be recorded just then",
+    ),
     "capture": (
         lambda: failing(RuntimeError("operation not permitted when stream is capturing")),
         "ran without a graph: RuntimeError: operation not permitted when stream is capturing",
@@ -265,13 +262,3 @@ def test_a_check_and_a_report_of_all_tell_the_same_share(simulated, counted_alon
     (line,) = check.fell_back(report)
     assert "captured_0: 18 of 30 calls ran without a graph: max_recordings=" in line
     assert line.endswith("[max_recordings]; pad inputs to a few sizes, or raise max_recordings")
-
-
-def test_warm_ups_are_no_calls_without_a_graph(simulated):
-    inner = torch.compile(lambda x: x.sin().cos().exp().tanh(), backend="cgpass", dynamic=True)
-    inner(torch.randn(2, 4))
-    with cgpass.explain() as report:
-        for n in range(3, 13):
-            inner(torch.randn(n, 4))
-    assert report.counters["warmups"] == 10
-    assert report.plain_calls == 0

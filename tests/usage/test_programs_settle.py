@@ -146,19 +146,6 @@ def teacher_and_student(session):
         yield [*values, *state(teacher)]
 
 
-@settles()
-def adversaries(session):
-    """As GANs: a judge learns from what the other one made, and then the other one from the judge."""
-    (maker, make), (judge, call) = session.compiled(MLP), session.compiled(MLP)
-    optimizers = sgd(judge), sgd(maker)
-    while True:
-        made = make(session.randn(4, 8))
-        loss = call(session.randn(4, 8)).square().mean() + (call(made.detach()) - 1).square().mean()
-        values = learn(judge, loss, optimizers[0])
-        yield values + learn(maker, call(made).square().mean(), optimizers[1])
-        judge.zero_grad()
-
-
 # ---- weights that change
 
 
@@ -174,21 +161,6 @@ def layers_frozen_now_and_then(session):
 def swap_data(module, others):
     for parameter, other in zip(module.parameters(), others, strict=True):
         parameter.data, other.data = other.data, parameter.data
-
-
-@settles()
-def averages_swapped_in_for_evaluation(session):
-    module, call = session.compiled(MLP)
-    optimizer, averages = sgd(module), [p.detach().clone() for p in module.parameters()]
-    for number in itertools.count():
-        values = learn(module, call(session.randn(4, 8)).square().mean(), optimizer)
-        torch._foreach_lerp_(averages, [p.detach() for p in module.parameters()], 0.1)
-        if number % 5 == 4:
-            swap_data(module, averages)
-            with torch.no_grad():
-                values.append(call(session.randn(4, 8)))
-            swap_data(module, averages)
-        yield values
 
 
 @settles()

@@ -472,21 +472,6 @@ def sizes(session):
     return training.found()
 
 
-def resumed(session):
-    """Saved in the middle, and gone on with in new objects."""
-    first = Training(session, make=lambda: nn.Sequential(MLP(), nn.Dropout(0.5)))
-    batches = session.batches(4, 8, count=STEPS)
-    for batch in batches[:5]:
-        first.run(batch)
-    state = copy.deepcopy((first.module.state_dict(), first.optimizer.state_dict()))
-    second = Training(session, make=lambda: nn.Sequential(MLP(), nn.Dropout(0.5)))
-    second.module.load_state_dict(state[0])
-    second.optimizer.load_state_dict(state[1])
-    for batch in batches[5:]:
-        second.run(batch)
-    return [*first.found(), *second.found()]
-
-
 def copied(session):
     """A copy of module and optimizer goes its own way; a step itself is none to copy."""
     training = Training(session, max_norm=1.0)
@@ -589,7 +574,7 @@ def fed_back(session):
     return training.found()
 
 
-PROGRAMS = (*(two_steps, arguments, sizes, resumed, raising, copied, adversaries, fed_back),)
+PROGRAMS = (*(two_steps, arguments, sizes, raising, copied, adversaries, fed_back),)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)

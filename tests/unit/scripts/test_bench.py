@@ -100,18 +100,6 @@ def test_what_makes_a_result_none(entry, message):
 # ---- tables and plots
 
 
-def test_step_times_of_a_grid_are_lines_over_their_depth():
-    def model(width, depth, found):
-        return {"model": f"mlp_{width}x{depth}", "mode": "train", "title": "x", "arms": found}
-
-    found = [model(64, depth, {"cgpass-step": arm(0.1 * depth)}) for depth in (3, 12)]
-    found += [model(256, 3, {"cgpass-step": arm(1.0, check={"equal": False})})]
-    shown = report.curves({"results": found})
-    assert shown.count("stroke-width") == 1, "of one width, in one arm"
-    assert "layers of 64" in shown
-    assert report.curves(result(usual())) == ""
-
-
 # ---- arms, models and processes
 
 

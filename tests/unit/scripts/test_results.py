@@ -92,13 +92,6 @@ def test_results_of_two_runs_are_merged_and_kept(tmp_path, places):
         results.merged(other, other | {"meta": META | {"commit": "def"}})
 
 
-def test_the_page_about_steps_shows_grids_that_were_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
-    assert results.depths() == ""
-    (tmp_path / "depths-h200-torch2.11.svg").touch()
-    assert results.depths().endswith("axes](results/depths-h200-torch2.11.svg)\n")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
