@@ -53,13 +53,9 @@ class Model(nn.Module):
         return chain(self.last(self.head(chain(self.first(x)))))  # what is called
 
 
-def line_of(kind, comment="the line to name"):
-    lines, first = inspect.getsourcelines(kind)
-    return first + next(i for i, text in enumerate(lines) if comment in text)
-
-
 def at(kind, comment="the line to name"):
-    return f"test_breaks.py:{line_of(kind, comment)}"
+    lines, first = inspect.getsourcelines(kind)
+    return f"test_breaks.py:{next(n for n, text in enumerate(lines, first) if comment in text)}"
 
 
 def test_the_rest_of_a_function_behind_a_break_in_a_block_is_left_to_eager():
@@ -190,18 +186,6 @@ def test_a_break_from_before_a_reset_is_none_of_a_function_that_has_it_no_more()
     call(X)
     assert cgpass.explain(call, X, training=False).graph_breaks == ()
     assert "graph break" not in cgpass.summary()
-
-
-def test_a_function_of_nothing_but_a_break_is_told_of():
-    def only_says(x):
-        print("all of it", x.shape)  # noqa: T201  the line to name
-        return x
-
-    report = cgpass.explain(only_says, X, training=False)
-    assert report.graphs == ()
-    (found,) = report.graph_breaks
-    assert f"{at(only_says)} in only_says: " in found.line
-    assert str(report).startswith("nothing ran in graphs, 1 boundary, ")
 
 
 def training_step(model, optimizer, x):

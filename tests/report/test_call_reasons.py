@@ -21,6 +21,10 @@ X = torch.ones(2)
 LINE = "model.py:1 in forward: code"
 
 
+def chain(x):
+    return x.sin().cos().exp().tanh()
+
+
 def scaled(x, n):
     return [x * n]
 
@@ -185,10 +189,6 @@ BLAMED = {
 """Operator and line of those that have them."""
 
 
-def told(run):
-    return run.reasons.told(dataclasses.asdict(run.stats))
-
-
 ALONE = {"capture", "out_of_memory", "passing"}
 """Codes that all calls without a graph of such a partition have; an input that can't be copied is tried twice."""
 
@@ -197,7 +197,7 @@ ALONE = {"capture", "out_of_memory", "passing"}
 def test_why_calls_ran_without_a_graph(code):
     provoke, detail = CALLS[code]
     run = provoke()
-    found = told(run)
+    found = run.reasons.told(dataclasses.asdict(run.stats))
     (reason,) = [each for each in found if each.code == code]
     assert len(found) == 1 or code not in ALONE
     assert (reason.op, reason.line) == BLAMED.get(code, ("", None))
@@ -231,17 +231,9 @@ def test_what_is_new_in_each_call_has_a_remedy_of_its_kind(code, name, fix):
     assert found.fix.startswith(fix)
 
 
-def limited():
-    return torch.compile(
-        lambda x: x.sin().cos().exp().tanh(),
-        backend="cgpass",
-        dynamic=True,
-        options={"max_recordings": 1},
-    )
-
-
 def test_a_check_and_a_report_of_all_tell_the_same_share(simulated, counted_alone):
-    inner = limited()
+    options = {"max_recordings": 1}
+    inner = torch.compile(chain, backend="cgpass", dynamic=True, options=options)
     with cgpass.explain() as report:
         for _ in range(10):
             for n in (2, 3, 4):

@@ -17,7 +17,7 @@ X = torch.linspace(-1, 1, 64).view(8, 8)
 pytestmark = pytest.mark.usefixtures("simulated")
 
 
-def chain(x):
+def chain(x):  # planted
     return x.sin().cos().exp().tanh()
 
 
@@ -83,13 +83,8 @@ def moves():
         call(X)
 
 
-class Copies(Net):
-    def forward(self, x):
-        return chain(x * self.weight)  # planted
-
-
 def several():
-    models = [Copies().requires_grad_(False) for _ in range(3)]
+    models = [Moved().requires_grad_(False) for _ in range(3)]
     for _ in range(4):
         for model in models:
             torch.compile(model, backend="cgpass")(X)
@@ -117,10 +112,6 @@ def steps():
         step()  # planted
 
 
-def chain_of_two(x):  # planted
-    return x.sin().cos().exp().tanh()
-
-
 # Name: what runs, where the cause was planted, what the text says of it, and what to do.
 PLANTED = {
     "sync": (
@@ -136,8 +127,8 @@ PLANTED = {
         "call it outside of what is compiled, or behind `if not torch.compiler.is_compiling():`",
     ),
     "dtype": (
-        lambda: calls(chain_of_two, X, X.double()),
-        chain_of_two,
+        lambda: calls(chain, X, X.double()),
+        chain,
         "compiled once more: tensor 'x' dtype mismatch. expected Float, actual Double [recompiled]",
         "keep dtypes, sizes, Python values and modes (autocast, no_grad) the same in every call",
     ),
@@ -148,8 +139,8 @@ PLANTED = {
         "write into it in place (copy_) instead of replacing it, unless modules share the code",
     ),
     "two sizes": (
-        lambda: calls(chain_of_two, X, X[:6], times=8),
-        chain_of_two,
+        lambda: calls(chain, X, X[:6], times=8),
+        chain,
         "compiled once more: tensor 'x' size mismatch at index 0. expected 8, actual 6 [recompiled]",
         "keep dtypes, sizes, Python values and modes (autocast, no_grad) the same in every call",
     ),
@@ -179,7 +170,7 @@ PLANTED = {
     ),
     "several modules": (
         several,
-        Copies.forward,
+        Moved.forward,
         (
             "captured_0: 2 more recordings: the first call with other tensors for weight (read at test_planted.py:"
         ),

@@ -193,6 +193,8 @@ def test_a_report_of_nothing():
         "(nn.Sequential) inside DistributedDataParallel or FSDP",
     ):
         assert cause in NOTHING
+    broken = dataclasses.replace(empty, graph_breaks=sample().graph_breaks)
+    assert headline(broken).startswith("nothing ran in graphs, 1 boundary, ")
     steps = dataclasses.replace(empty, others=("train_step of f: 3 calls",))
     assert headline(steps).startswith("only training steps")
     assert "train_step of f: 3 calls" in str(steps)

@@ -108,14 +108,6 @@ def swap_data(training):
         parameter.data = parameter.data.clone() * 0.5
 
 
-def evaluate(training, number):
-    if number % 3 == 2:
-        training.module.eval()
-        with torch.no_grad():
-            training.values.append(training.loss_fn(training.session.randn(4, 8)))
-        training.module.train()
-
-
 class Branches(nn.Module):
     """A parameter that no gradient comes to."""
 
@@ -282,7 +274,6 @@ USES = {
     "plain": use(),
     "two optimizers": use(optimizer=two_optimizers, max_norm=1.0),
     "momentum that changes": use(every=schedule("OneCycleLR", max_lr=0.1, total_steps=20), whole=0),
-    "evaluation": use(every=evaluate),
     "versions": use(every=note_versions),
     "sparse gradients": use(
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1), whole=0, **SPARSE

@@ -66,17 +66,13 @@ def terminal(monkeypatch):
     os.close(found.master)
 
 
-def drawers():
-    return [t for t in threading.enumerate() if t.name == "cgpass-progress"]
-
-
 def test_of_blocks_within_blocks_the_innermost_is_told_of_and_nothing_is_left(terminal):
     with progress.shown("compiling f", "auto"):
         line = terminal.wait_for("compiling f")
         assert re.fullmatch(r"cgpass: compiling f \(\d+ s\)", line)
         with progress.shown("recording captured_0", "auto"):
             terminal.wait_for("recording captured_0")
-            assert len(drawers()) == 1
+            assert [each.name for each in threading.enumerate()].count("cgpass-progress") == 1
         terminal.wait_for("compiling f")
     assert terminal.is_clean()
 

@@ -43,10 +43,6 @@ def two_syncs(x, y):
     return i, j, a + b
 
 
-def chain(x):
-    return x.relu().exp().sin().cos()
-
-
 def test_a_result_that_was_moved_out_of_its_partition_is_put_back():
     def fn(x):
         largest, where = x.max(0)
