@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.multiprocessing
 
-import cgpass
 from tests.distributed.processes import free_port, wait
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_distributed.py"
@@ -25,15 +24,6 @@ def run(rank, mode, port, directory):
     sys.argv = [str(EXAMPLE), "--mode", mode]
     with open(f"{directory}/{rank}", "w") as out, contextlib.redirect_stdout(out):
         runpy.run_path(str(EXAMPLE), run_name="__main__")
-
-
-def test_alone_it_says_how_it_is_run(capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--mode", "ddp"])
-    with cgpass.set_defaults(driver="simulated", compiler="eager"), pytest.raises(SystemExit):
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
-    said = " ".join(capsys.readouterr().err.split())
-    assert "run it as torchrun --nproc-per-node 2 examples/train_distributed.py --mode ddp" in said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs one GPU a process")

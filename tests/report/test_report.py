@@ -48,10 +48,11 @@ def test_shares_of_time_native_code_and_counters_are_changes():
     ]
 
 
-def test_nothing_is_said_of_copies_of_graphs_that_are_gone():
+def test_a_table_says_nothing_of_copies_of_graphs_that_are_gone():
     text = str(of_parts({"copied_inputs": (), "output_bytes": None}))
     (row,) = [line.split() for line in text.splitlines() if line.startswith("    captured_0 ")]
-    assert row[5:7] == ["-", "2"]
+    assert row == ["captured_0", "graph", "40", "29", "26", "-", "2", "0.750", "ms"]
+    assert "a recording takes 7.875 ms" in text
 
 
 def test_alike_reasons_are_told_apart_by_their_code():

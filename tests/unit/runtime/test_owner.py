@@ -208,14 +208,3 @@ def test_an_owner_that_is_collected_during_a_trace_frees_its_memory_for_real(tra
     assert held.tolist() == [4, 4]
     assert type(held) is torch.Tensor
     assert (len(others), ignored) == (64, [])
-
-
-def test_results_without_a_graph_are_known_as_long_as_their_memory_lives():
-    owner, value = Owner(SimulatedDriver()), torch.ones(4)
-    owner.note_plain_results([value, 3])
-    part = value[1:].detach()
-    del value
-    assert part.untyped_storage() in owner.plain_results
-    assert torch.ones(4).untyped_storage() not in owner.plain_results
-    del part
-    assert len(owner.plain_results) == 0
