@@ -217,12 +217,15 @@ def test_a_refusal_in_a_training_runs_without_a_graph(setting, caplog, refused, 
     home, graphed.weight.data = graphed.weight.data, graphed.weight.data.clone()
     if resets:
         graphed.graphed.reset()
+    owner = graphed.graphed._owner
+    before = [*owner._recordings()]
     for n in range(1, 3):
         found = graphed(x := setting.randn(4, 8))
         found = found[0] if refused == "returns" else found
         same(found, torch.nn.functional.linear(x, graphed.weight, graphed.bias))
         found.sum().backward()
         assert graphed.graphed.stats.plain_calls == n
+    assert [*owner._recordings()] == before, "what was recorded of it is freed"
     why = {
         "assigns": "a new tensor to bias",
         "reads": "can't be captured, at test_failures",
