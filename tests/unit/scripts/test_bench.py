@@ -107,7 +107,6 @@ def test_arms_and_their_options():
         {"rng": "paired", "max_recordings": 3},
     )
     for name, message in (
-        ("nonsense", "unknown arm 'nonsense'; known: eager, default"),
         ("limit:rng=paired", "takes no options"),
         ("cgpass:paired", "is no option=value"),
     ):
