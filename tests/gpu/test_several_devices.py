@@ -54,19 +54,6 @@ def compare(program):
     assert_replays(counters)
 
 
-def test_the_current_device_is_another_one():
-    def program(driver):
-        module, call = made(SECOND, driver)
-        values = []
-        for number, x in enumerate(inputs(SECOND)):
-            with torch.cuda.device(number % 2):
-                values += step(module, call, x)
-                assert torch.cuda.current_device() == number % 2
-        return values
-
-    compare(program)
-
-
 def test_one_feeds_the_other():
     def program(driver):
         (first, call), (second, call2) = (made(device, driver) for device in (FIRST, SECOND))

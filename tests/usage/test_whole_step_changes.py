@@ -7,6 +7,7 @@ graphs. How many of them ran as a whole is part of each entry.
 import contextlib
 import copy
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -315,6 +316,25 @@ TENSORS = {
 
 def test_groups_states_and_tensors(way):
     check(way, TENSORS, make=Net, max_norm=1.0)
+
+
+def test_a_signal_while_a_change_is_noted(way):
+    def program(session):
+        training = Training(session, make=Net)
+        interrupted = mock.patch.object(
+            torch_private, "why_not_recordable", side_effect=KeyboardInterrupt
+        )
+        for change in (replaced_states, replaced_parameter, replaced_group):
+            first, *batches = session.batches(4, 8, count=EACH)
+            training.run(first)
+            change(training)
+            with interrupted, pytest.raises(KeyboardInterrupt):
+                training.step(first)
+            for batch in batches:
+                training.run(batch)
+        return training.found()
+
+    compared(way, program)
 
 
 ON_THE_HOST = {"cpu": 3, "cuda": 0}

@@ -128,14 +128,3 @@ def test_summaries_of_tests(tmp_path, capsys, cases, status, good):
     assert sum(data["skipped"].values()) == sum(map(cases.count, "sk"))
     assert [each["name"] for each in data["failed"]] == ["a::f"] * cases.count("f")
     assert f"tests: {'ok' if good else 'FAILED'}, " in capsys.readouterr().out
-
-
-# ---- tables that come from the code
-
-
-def test_a_table_is_put_between_its_markers():
-    assert results.with_table(MARKS.format("options"), "options", "new\n") == (
-        "head\n<!-- options: begin -->\nnew\n<!-- options: end -->\ntail\n"
-    )
-    with pytest.raises(ValueError, match="no markers for the table of options"):
-        results.with_table("text", "options", "table")
