@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 
-from cgpass import options
+from cgpass import options, telemetry
 from cgpass.runtime import native
 from cgpass.torch_private import frames
 
@@ -139,6 +139,12 @@ def builtin_defaults(monkeypatch):
         if name.startswith("CGPASS_"):
             monkeypatch.delenv(name)
     monkeypatch.setattr(options, "_overrides", {})
+
+
+@pytest.fixture
+def counted_alone(monkeypatch):
+    """Nothing that was compiled before is counted."""
+    monkeypatch.setattr(telemetry, "registry", telemetry.Registry())
 
 
 @pytest.fixture(autouse=True)

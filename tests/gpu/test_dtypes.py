@@ -8,7 +8,7 @@ import torch
 
 import cgpass
 from tests.gpu import harness
-from tests.unit.runtime.test_inputs_bits import KNOWN, OTHERS
+from tests.unit.runtime.test_inputs import KNOWN, OTHERS
 from tests.usage.programs import assert_replays, counted
 
 pytestmark = harness.MARKS

@@ -74,36 +74,24 @@ def test_torchs_reentrant_checkpoint_inside_and_around(outer):
 
 
 @pytest.mark.parametrize("cache", [True, False])
-def test_autocast_is_restored(cache):
+def test_autocast_and_the_default_device_are_restored(cache):
     seen = []
 
     def fn(x, block):
-        seen.append((torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()))
+        here = torch.get_default_device().type
+        seen.append((torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled(), here))
         return block(x)
 
     def program(checkpoint, model, x):
-        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache):
+        enabled = torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache)
+        with enabled, torch.device("meta"):
             y = checkpoint(fn, x, model[0])
         with torch.autocast("cpu", dtype=torch.float16, cache_enabled=not cache):
             y.sum().backward()
         return [y.detach()]
 
     check(program)
-    assert seen == [(True, cache)] * len(seen)
-
-
-def test_the_default_device_is_restored():
-    seen = []
-
-    def fn(x):
-        seen.append(torch.empty(1).device)
-        return x.sin().exp()
-
-    x = tensor(3, requires_grad=True)
-    with torch.device("meta"):
-        y = cgpass.checkpoint(fn, x)
-    y.sum().backward()
-    assert seen == [torch.device("meta")] * 2
+    assert seen == [(True, cache, "meta")] * len(seen)
 
 
 def test_selective_checkpointing():

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import cgpass
-from cgpass import telemetry
 
 
 @pytest.fixture(autouse=True)
@@ -18,9 +17,3 @@ def simulated():
     """Compiles for simulated graphs, without a word."""
     with cgpass.set_defaults(driver="simulated", compiler="eager", on_skip="silent"):
         yield
-
-
-@pytest.fixture
-def counted_alone(monkeypatch):
-    """Nothing that was compiled before is counted."""
-    monkeypatch.setattr(telemetry, "registry", telemetry.Registry())

@@ -1,5 +1,7 @@
 """Reports made by hand."""
 
+from dataclasses import replace
+
 from cgpass.report.model import CopiedInput, GraphReport, PartitionReport
 from cgpass.report.report import Report
 from cgpass.telemetry.reason import Reason
@@ -11,6 +13,13 @@ READ = "keep the value on the device (torch.where, tensor arithmetic) instead of
 def joined(text):
     """Without line breaks: names and lines may be wrapped."""
     return " ".join(str(text).split())
+
+
+def of_parts(*changes):
+    """A report of one graph, whose partitions are the sample's first one but for some changes."""
+    graph = sample().graphs[0]
+    parts = tuple(replace(graph.partitions[0], **each) for each in changes)
+    return sample(graphs=(replace(graph, partitions=parts),))
 
 
 def sample(text="", **changes):

@@ -1,5 +1,6 @@
-"""Reasons of plain calls: every code of a captured partition is provoked, and says what to do."""
+"""Runners whose calls ran without a graph, or warm up again and again, for each code of a reason."""
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -7,15 +8,186 @@ import torch
 from torch import nn
 
 import cgpass
+from cgpass.options import Options
 from cgpass.report import check
 from cgpass.report.report import Report
+from cgpass.runtime.owner import Owner
+from cgpass.runtime.recording import StagingError
+from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.telemetry.reason import NEW, OTHER_FIXES, CallReasons
-from tests.report.calls import BLAMED, CALLS
 from tests.report.samples import joined
+from tests.unit.runtime.runners import COPIED, POOLED, STATIC, SYMINT, call, runner
+
+X = torch.ones(2)
+LINE = "model.py:1 in forward: code"
 
 
-def told(run):
-    return run.reasons.told(dataclasses.asdict(run.stats))
+def chain(x):
+    return x.sin().cos().exp().tanh()
+
+
+def scaled(x, n):
+    return [x * n]
+
+
+def too_many_shapes():
+    run = runner(scaled, COPIED, SYMINT, max_recordings=1)
+    for n in (1, 1, 2, 3, 4):
+        call(run, X, n)
+    return run
+
+
+def held():
+    run = runner(
+        lambda x: [x * 2, x + 1],
+        COPIED,
+        owner=Owner(SimulatedDriver(), Options(max_pending_calls=1)),
+    )
+    run.uses = [(True, False), (False, True)]
+    kept = [run.run([torch.ones(2)])[0] for _ in range(6)]
+    assert len(kept) == 6
+    return run
+
+
+def made_elsewhere():
+    owner = Owner(SimulatedDriver())
+    first = runner(lambda x: [x * 2], COPIED, owner=owner)
+    second = runner(lambda h: [h + 1], POOLED, owner=owner)
+    for _ in range(3):
+        outputs, _ = first.run([torch.ones(2)])
+        call(second, *outputs)
+    value = torch.ones(2)
+    owner.note_plain_results([value])
+    call(second, value)
+    return second
+
+
+def doubled(calls=0, **changes):
+    """One whose owner changes after some calls, before another one."""
+    run = runner(lambda x: [x * 2], COPIED)
+    for _ in range(calls):
+        call(run, X)
+    vars(run.owner).update(changes)
+    call(run, X)
+    return run
+
+
+def captured_by_others():
+    driver = SimulatedDriver()
+    driver.is_capturing = lambda: True
+    return doubled(driver=driver)
+
+
+def raising():
+    def fails(x):
+        raise LookupError
+
+    run = runner(fails, COPIED)
+    with contextlib.suppress(LookupError):
+        call(run, X)
+    return run
+
+
+def sharing():
+    run = runner(lambda x, y: [x.add_(1), y * 2], COPIED, COPIED, check_layout=True)
+    run.layout.mutated = frozenset({0})
+    x = torch.ones(4)
+    call(run, x[:2], x[1:3])
+    return run
+
+
+def failing(error):
+    def fails(*args, **kwargs):
+        raise error
+
+    run = runner(lambda x: [x * 2], COPIED)
+    run.owner.driver.record = fails
+    for _ in range(4):
+        call(run, X)
+    return run
+
+
+def replaced():
+    run = runner(scaled, COPIED, STATIC)
+    kept = [torch.ones(2) for _ in range(12)]
+    for weight in kept:
+        call(run, X, weight)
+    return run
+
+
+def of_a_new_shape_each():
+    run = runner(scaled, COPIED, SYMINT)
+    for n in range(12):
+        call(run, X, n)
+    return run
+
+
+CALLS = {
+    "max_recordings": (
+        too_many_shapes,
+        "3 of 5 calls ran without a graph: max_recordings=1 shapes are recorded, and",
+    ),
+    "max_pending_calls": (
+        held,
+        "ran without a graph: results of 1 earlier call were still referenced, as many as max_pending_calls=1 allows",
+    ),
+    "not_in_the_pool": (
+        made_elsewhere,
+        "1 of 4 calls ran without a graph: the partition that makes x0 ran without a graph",
+    ),
+    "transform": (
+        lambda: doubled(bypassed="transform"),
+        "1 of 1 call ran without a graph: they were made inside a transform",
+    ),
+    "no_native_code": (
+        lambda: doubled(bypassed="no_native_code"),
+        "1 of 1 call ran without a graph: recording needs the native code, which is missing",
+    ),
+    "outer_capture": (
+        captured_by_others,
+        "1 of 1 call ran without a graph: they ran inside a capture of your own",
+    ),
+    "raised": (raising, "1 of 1 call did not end: they raised an error, or are still running"),
+    "shares_memory": (
+        sharing,
+        (
+            "1 of 1 call ran without a graph: it writes inputs, and these share memory: x0 (read at model.py:0 in forward: "
+            "code), x1"
+        ),
+    ),
+    "passing": (
+        lambda: doubled(1, closed=True),
+        "1 of 2 calls ran without a graph: they could not be recorded just then",
+    ),
+    "capture": (
+        lambda: failing(RuntimeError("operation not permitted when stream is capturing")),
+        "ran without a graph: RuntimeError: operation not permitted when stream is capturing",
+    ),
+    "out_of_memory": (
+        lambda: failing(torch.OutOfMemoryError("CUDA out of memory")),
+        "3 of 4 calls ran without a graph: OutOfMemoryError: CUDA out of memory",
+    ),
+    "no_placeholder": (
+        lambda: failing(StagingError("x0 can't be given memory of fixed address")),
+        "2 of 4 calls ran without a graph: StagingError: x0 can't be given memory of fixed address",
+    ),
+    "new_tensor": (
+        replaced,
+        "is a new tensor in 11 of 12 calls: each such call warms up, or is recorded",
+    ),
+    "new_shape": (
+        of_a_new_shape_each,
+        "has another value or layout in 11 of 12 calls: each such call warms up, or is recorded",
+    ),
+}
+"""Code: what provokes it, and the reason's detail."""
+BLAMED = {
+    "max_recordings": ("", LINE),
+    "not_in_the_pool": ("", "model.py:0 in forward: code"),
+    "new_tensor": ("x1", LINE),
+    "new_shape": ("x1", LINE),
+}
+"""Operator and line of those that have them."""
 
 
 ALONE = {"capture", "out_of_memory", "passing"}
@@ -26,7 +198,7 @@ ALONE = {"capture", "out_of_memory", "passing"}
 def test_why_calls_ran_without_a_graph(code):
     provoke, detail = CALLS[code]
     run = provoke()
-    found = told(run)
+    found = run.reasons.told(dataclasses.asdict(run.stats))
     (reason,) = [each for each in found if each.code == code]
     assert len(found) == 1 or code not in ALONE
     assert (reason.op, reason.line) == BLAMED.get(code, ("", None))
@@ -37,40 +209,32 @@ def test_why_calls_ran_without_a_graph(code):
     assert code in NEW or f"{without} of " in reason.detail
 
 
-def test_new_gradients_are_told_how_to_stay():
+@pytest.mark.parametrize(
+    ("code", "name", "fix"),
+    [
+        (
+            "new_tensor",
+            "m.weight.grad",
+            "keep gradients in place with zero_grad(set_to_none=False)",
+        ),
+        ("new_tensor", "m.weight", OTHER_FIXES["new_tensor"]),
+        ("new_shape", "x.size(0)", "use few sizes: pad the batch, or drop the last one"),
+        ("new_shape", "x.size(1)", "pad dimension 1 of x to a few sizes"),
+    ],
+)
+def test_what_is_new_in_each_call_has_a_remedy_of_its_kind(code, name, fix):
     reasons = CallReasons()
     for _ in range(6):
-        reasons.note_changed("new_tensor", [("m.weight.grad", None), ("m.weight", None)])
-    grad, weight = reasons.told(
-        {"calls": 20, "plain_calls": 0, "warmups": 6, "recordings": 1, "replays": 14}
-    )
-    assert (grad.code, weight.code) == ("new_tensor", "new_tensor")
-    assert grad.fix.startswith("keep gradients in place with zero_grad(set_to_none=False)")
-    assert weight.fix == OTHER_FIXES["new_tensor"]
-
-
-def test_new_sizes_are_told_which_dimension_to_pad():
-    reasons = CallReasons()
-    for _ in range(6):
-        reasons.note_changed("new_shape", [("x.size(0)", None), ("x.size(1)", None)])
-    batch, length = reasons.told(
-        {"calls": 20, "plain_calls": 0, "warmups": 6, "recordings": 1, "replays": 14}
-    )
-    assert batch.fix.startswith("use few sizes: pad the batch, or drop the last one")
-    assert length.fix == "pad dimension 1 of x to a few sizes"
-
-
-def limited():
-    return torch.compile(
-        lambda x: x.sin().cos().exp().tanh(),
-        backend="cgpass",
-        dynamic=True,
-        options={"max_recordings": 1},
-    )
+        reasons.note_changed(code, [("other", None), (name, None)])
+    counts = {"calls": 20, "plain_calls": 0, "warmups": 6, "recordings": 1, "replays": 14}
+    _, found = reasons.told(counts)
+    assert (found.code, found.op) == (code, name)
+    assert found.fix.startswith(fix)
 
 
 def test_a_check_and_a_report_of_all_tell_the_same_share(simulated, counted_alone):
-    inner = limited()
+    options = {"max_recordings": 1}
+    inner = torch.compile(chain, backend="cgpass", dynamic=True, options=options)
     with cgpass.explain() as report:
         for _ in range(10):
             for n in (2, 3, 4):
@@ -89,37 +253,6 @@ def test_a_check_and_a_report_of_all_tell_the_same_share(simulated, counted_alon
     (line,) = check.fell_back(report)
     assert "captured_0: 18 of 30 calls ran without a graph: max_recordings=" in line
     assert line.endswith("[max_recordings]; pad inputs to a few sizes, or raise max_recordings")
-
-
-def test_warm_ups_are_no_calls_without_a_graph(simulated):
-    inner = torch.compile(lambda x: x.sin().cos().exp().tanh(), backend="cgpass", dynamic=True)
-    inner(torch.randn(2, 4))
-    with cgpass.explain() as report:
-        for n in range(3, 13):
-            inner(torch.randn(n, 4))
-    assert report.counters["warmups"] == 10
-    assert report.plain_calls == 0
-
-
-class Cache(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.k = torch.zeros(4, 8)
-        self.weight = nn.Parameter(torch.ones(8))
-
-    def forward(self, x):
-        self.k = self.k + x
-        return (self.k * self.weight).sin().cos().exp().tanh()
-
-
-def test_a_cache_that_each_call_replaces_is_copied_and_named(simulated):
-    report = cgpass.explain(Cache(), torch.randn(4, 8), training=False)
-    (part,) = report.graphs[0].partitions
-    assert not part.reasons
-    line = Cache.forward.__code__.co_firstlineno + 1
-    copied = {each.name: each for each in part.copied_inputs}
-    assert copied.keys() == {"self.k", "x"}
-    assert copied["self.k"].line == f"test_call_reasons.py:{line} in forward: self.k = self.k + x"
 
 
 def test_copies_are_those_of_the_last_replay(simulated):

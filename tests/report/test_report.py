@@ -14,7 +14,7 @@ from cgpass.report.model import CopiedInput
 from cgpass.report.report import Report, diff, html
 from cgpass.report.text import NOTHING, findings, headline, milliseconds, share, size, what
 from cgpass.telemetry.reason import Reason
-from tests.report.samples import READ, joined, sample
+from tests.report.samples import READ, joined, of_parts, sample
 
 
 def test_it_is_kept_in_files(tmp_path):
@@ -49,12 +49,10 @@ def test_shares_of_time_native_code_and_counters_are_changes():
 
 
 def test_copies_are_counted_of_graphs_that_are_gone_too():
-    graph = sample().graphs[0]
-    part = dataclasses.replace(graph.partitions[0], copied_inputs=(), output_bytes=None)
-    text = str(sample(graphs=(dataclasses.replace(graph, partitions=(part,)),)))
+    text = str(of_parts({"copied_inputs": (), "output_bytes": None}))
     (row,) = [line.split() for line in text.splitlines() if line.startswith("    captured_0 ")]
-    assert row[5:7] == ["3.0", "MiB"]
-    assert "in every replay" not in text
+    assert row == ["captured_0", "graph", "40", "29", "26", "3.0", "MiB", "2", "0.750", "ms"]
+    assert "a recording takes 7.875 ms" in text
 
 
 def test_alike_reasons_are_told_apart_by_their_code():
@@ -138,45 +136,19 @@ def test_the_headline_comes_first_and_then_what_costs_most():
     assert all(each.fix for each in findings(report))
 
 
-def test_details_stand_in_a_table():
-    text = str(sample())
-    (row,) = [line.split() for line in text.splitlines() if line.startswith("    captured_0 ")]
-    assert row == ["captured_0", "graph", "40", "29", "26", "3.0", "MiB", "2", "0.750", "ms"]
-    assert (
-        "copies x (3.0 MiB), mask (100 B) in every replay; reads 24 static inputs in place"
-        in joined(text)
-    )
-    assert "outputs 5.0 MiB; 1 warm-up; a recording takes 7.875 ms" in joined(text)
-
-
 @pytest.mark.parametrize("text", ["", " and more of it" * 12, "x" * 130])
 def test_it_has_at_most_100_columns(text):
     assert max(map(len, str(sample(text)).splitlines())) <= 100
 
 
 def test_what_is_to_be_left_comes_last_and_what_is_alike_is_counted():
-    leave = Reason(
-        "graph_break",
-        "",
-        "the backward is called",
-        "leave it: it has its own graphs",
-        "a.py:1 in f",
-    )
     again = Reason("host_sync", "aten.histc.default", "reads", "pass min= and max=", "a.py:2 in f")
-    base = sample()
-    graph = base.graphs[0]
-    parts = tuple(
-        dataclasses.replace(graph.partitions[1], name=f"eager_{n}", reasons=(again,))
-        for n in range(3)
-    )
-    report = sample(
-        graphs=(dataclasses.replace(graph, partitions=(graph.partitions[0], *parts)),),
-        graph_breaks=(leave,),
-        left_to_eager=(),
-    )
+    report = of_parts(*[{"captured": False, "reasons": (again,)}] * 3)
+    report.left_to_eager, (noted,) = (), report.graph_breaks
+    report.graph_breaks = (dataclasses.replace(noted, fix="leave it: it has its own graphs"),)
     found = findings(report)
     assert (found[0].line, found[0].count) == ("a.py:2 in f", 3)
-    assert found[-1].detail == "the backward is called"
+    assert found[-1].line == noted.line
 
 
 def test_parameters_that_moved_at_one_line_are_one_finding():
@@ -185,10 +157,7 @@ def test_parameters_that_moved_at_one_line_are_one_finding():
         CopiedInput(name=f"layers.{n}.weight", num_bytes=2048, line="a.py:1 in f", moved=True)
         for n in range(14)
     )
-    base = sample()
-    graph = base.graphs[0]
-    part = dataclasses.replace(graph.partitions[0], copied_inputs=moved)
-    report = sample(graphs=(dataclasses.replace(graph, partitions=(part,)),))
+    report = of_parts({"copied_inputs": moved})
     (found,) = [each for each in findings(report) if each.line == "a.py:1 in f"]
     assert found.op.startswith("layers.0.weight (2.0 KiB), layers.1.weight (2.0 KiB), ")
     assert found.op.endswith(", layers.11.weight (2.0 KiB), and 2 more")
@@ -217,6 +186,8 @@ def test_a_report_of_nothing():
         "(nn.Sequential) inside DistributedDataParallel or FSDP",
     ):
         assert cause in NOTHING
+    broken = dataclasses.replace(empty, graph_breaks=sample().graph_breaks)
+    assert headline(broken).startswith("nothing ran in graphs, 1 boundary, ")
     steps = dataclasses.replace(empty, others=("train_step of f: 3 calls",))
     assert headline(steps).startswith("only training steps")
     assert "train_step of f: 3 calls" in str(steps)
@@ -246,17 +217,7 @@ def test_what_changed_is_told(tmp_path, capsys):
 
 
 def test_results_that_are_held_and_parameters_that_move_are_changes():
-    held, free = sample(), sample()
-    free.graphs = tuple(
-        dataclasses.replace(
-            graph,
-            partitions=tuple(
-                dataclasses.replace(part, counts=part.counts | {"rescues": 0}, recordings=())
-                for part in graph.partitions
-            ),
-        )
-        for graph in free.graphs
-    )
+    held, free = of_parts({}), of_parts({"counts": {"recordings": 2}, "recordings": ()})
     told = joined(diff(free, held))
     assert "captured_0: outputs still referenced were copied 2 times (0 B) [rescues]; drop" in told
     assert "captured_0: 1 more recording: weight (float32[8, 8]) moved from" in told
@@ -264,15 +225,11 @@ def test_results_that_are_held_and_parameters_that_move_are_changes():
     assert joined(diff(held, free)).count("gone: ") == 2
 
 
-def test_lines_that_only_moved_are_no_change():
-    line = Reason("graph_break", "", "graph break: print", "remove it", "model.py:51 in f")
-    assert diff(sample(), sample(graph_breaks=(line,))) == "nothing changed"
-
-
-def test_what_was_noted_before_is_no_change():
-    line = Reason("graph_break", "", "graph break: print", "remove it", "model.py:50 in f")
-    earlier = dataclasses.replace(line, is_earlier=True)
-    assert diff(sample(graph_breaks=(line,)), sample(graph_breaks=(earlier,))) == "nothing changed"
+@pytest.mark.parametrize("change", [{"line": "model.py:51 in f"}, {"is_earlier": True}])
+def test_lines_that_only_moved_and_what_was_noted_before_are_no_change(change):
+    (noted,) = sample().graph_breaks
+    new = sample(graph_breaks=(dataclasses.replace(noted, **change),))
+    assert diff(sample(), new) == "nothing changed"
 
 
 def test_one_cause_in_more_calls_is_no_change():
@@ -374,8 +331,6 @@ def test_bars_are_as_long_as_times_or_operators():
     report = sample()
     widths = [value for name, value in page(report).attributes if name == "style"]
     assert widths == ["flex-grow:0.75", "flex-grow:0.25"]
-    graph = report.graphs[0]
-    parts = tuple(dataclasses.replace(part, device_ms=None) for part in graph.partitions)
-    report = sample(graphs=(dataclasses.replace(graph, partitions=parts),))
+    report = of_parts({"device_ms": None}, {"device_ms": None, "num_ops": 3})
     widths = [value for name, value in page(report).attributes if name == "style"]
     assert widths == ["flex-grow:40", "flex-grow:3"]

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import cgpass
 from cgpass.report import watch
 from cgpass.report.watch import _Clock
 from cgpass.runtime.partition import PartitionRunner
@@ -147,16 +146,3 @@ def test_a_long_block_is_timed_at_its_begin(device):
     assert 2 * watch._TIMED <= events < 3 * watch._TIMED
     loop(10_000)
     assert device.events == events
-
-
-def test_a_block_in_a_compiled_function_is_a_graph_break():
-    @torch.compile(backend="cgpass", options={"driver": "simulated", "compiler": "eager"})
-    def fn(x):
-        with cgpass.explain() as report:
-            y = x.sin().cos()
-        return y, str(report)
-
-    x = torch.ones(4)
-    y, _ = fn(x)
-    assert torch.equal(y, x.sin().cos())
-    assert "left to eager" in cgpass.summary()

@@ -84,15 +84,12 @@ def function(x):
     return (x.sin() * 2).cos(), x.exp() + 1
 
 
-def contents(storage, device):
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage).clone()
-
-
 @ways()
 def storages_are_held_and_the_tensors_dropped(session):
     call = session.compile(function)
     kept = [call(batch)[0].untyped_storage() for batch in session.batches(4, 8, count=8)]
-    return [contents(storage, session.device) for storage in kept]
+    empty = torch.empty(0, dtype=torch.uint8, device=session.device)
+    return [empty.set_(storage).clone() for storage in kept]
 
 
 @ways(counts={"rescues": 0, "recordings": 1})

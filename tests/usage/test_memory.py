@@ -46,18 +46,13 @@ def test_sizes_beyond_max_recordings_run_plainly_and_known_ones_replay(setting, 
     assert len([r for r in caplog.records if "max_recordings=2" in r.getMessage()]) == 1
 
 
-def recordings_of(owner):
-    """Every recording that lies in a pool of an owner's."""
-    return [recording for pool in owner._pools for recording in pool.recordings]
-
-
 def kept_by(runner):
     """Lengths of what a runner and its owner keep."""
     table, inputs, owner = runner.table, runner._inputs, runner.owner
     return {
         "keys": len(table.seen()),
         "places": sum(map(len, inputs._known.values())),
-        "recordings": len(recordings_of(owner)),
+        "recordings": sum(len(pool.recordings) for pool in owner._pools),
         "pools": len(owner._pools),
         "placeholders": len(owner.placeholders),
         "pool addresses": len(owner._pool_addresses),

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from tests.usage.programs import (
     ALL,
     MLP,
-    Adapted,
     AssignedBuffer,
     Block,
     Checkpointed,
@@ -58,21 +57,17 @@ def check(setting, program, *, steps=STEPS, settled=SETTLED):
 # ---- several forwards before a backward
 
 
-def unrolled(*lengths):
-    def program(session):
-        cell, call = session.compiled(lambda: nn.RNNCell(8, 8))
-        optimizer = sgd(cell)
-        for length in itertools.cycle(lengths):
-            hidden, loss = session.randn(4, 8), 0
-            for _ in range(length):
-                hidden = call(session.randn(4, 8), hidden)
-                loss = loss + hidden.square().mean()
-            yield learn(cell, loss, optimizer)
-
-    return program
-
-
-settles.add({"rnn_4": unrolled(4), "rnn_4_and_8": unrolled(4, 8)})
+@settles()
+def unrolled(session):
+    """As recurrent networks over sequences of two lengths."""
+    cell, call = session.compiled(lambda: nn.RNNCell(8, 8))
+    optimizer = sgd(cell)
+    for length in itertools.cycle((4, 8)):
+        hidden, loss = session.randn(4, 8), 0
+        for _ in range(length):
+            hidden = call(session.randn(4, 8), hidden)
+            loss = loss + hidden.square().mean()
+        yield learn(cell, loss, optimizer)
 
 
 @settles()
@@ -151,68 +146,6 @@ def teacher_and_student(session):
         yield [*values, *state(teacher)]
 
 
-@settles()
-def both_of_a_pair_through_one_model(session):
-    """As siamese networks."""
-    module, call = session.compiled(MLP)
-    optimizer = sgd(module)
-    while True:
-        pair = call(session.randn(4, 8)), call(session.randn(4, 8))
-        yield learn(module, F.pairwise_distance(*pair).mean(), optimizer)
-
-
-@settles()
-def features_of_a_frozen_model_in_the_loss(session):
-    """As perceptual losses: it sees what was made, and what was to be made."""
-    module, call = session.compiled(MLP)
-    _, features = session.compiled(lambda: MLP(8, 3).requires_grad_(False))
-    optimizer = sgd(module)
-    while True:
-        with torch.no_grad():
-            wanted = features(session.randn(4, 8))
-        loss = F.mse_loss(features(call(session.randn(4, 8))), wanted)
-        yield learn(module, loss, optimizer)
-
-
-@settles()
-def adversaries(session):
-    """As GANs: a judge learns from what the other one made, and then the other one from the judge."""
-    (maker, make), (judge, call) = session.compiled(MLP), session.compiled(MLP)
-    optimizers = sgd(judge), sgd(maker)
-    while True:
-        made = make(session.randn(4, 8))
-        loss = call(session.randn(4, 8)).square().mean() + (call(made.detach()) - 1).square().mean()
-        values = learn(judge, loss, optimizers[0])
-        yield values + learn(maker, call(made).square().mean(), optimizers[1])
-        judge.zero_grad()
-
-
-@settles()
-def preferences(session):
-    """As DPO: what is chosen and what is rejected, by a policy and by what it was at first."""
-    policy, call = session.compiled(MLP)
-    reference = session.compile(copy.deepcopy(policy).requires_grad_(False))
-    optimizer = sgd(policy)
-    while True:
-        chosen, rejected = session.randn(4, 8), session.randn(4, 8)
-        with torch.no_grad():
-            before = reference(chosen).mean() - reference(rejected).mean()
-        margin = call(chosen).mean() - call(rejected).mean() - before
-        yield learn(policy, -F.logsigmoid(margin), optimizer)
-
-
-@settles()
-def adapters_switched_on_and_off(session):
-    module, call = session.compiled(Adapted)
-    optimizer = sgd(module)
-    while True:
-        batch, module.is_on = session.randn(4, 8), False
-        with torch.no_grad():
-            before = call(batch)
-        module.is_on = True
-        yield learn(module, F.mse_loss(call(batch), before + 1), optimizer)
-
-
 # ---- weights that change
 
 
@@ -228,21 +161,6 @@ def layers_frozen_now_and_then(session):
 def swap_data(module, others):
     for parameter, other in zip(module.parameters(), others, strict=True):
         parameter.data, other.data = other.data, parameter.data
-
-
-@settles()
-def averages_swapped_in_for_evaluation(session):
-    module, call = session.compiled(MLP)
-    optimizer, averages = sgd(module), [p.detach().clone() for p in module.parameters()]
-    for number in itertools.count():
-        values = learn(module, call(session.randn(4, 8)).square().mean(), optimizer)
-        torch._foreach_lerp_(averages, [p.detach() for p in module.parameters()], 0.1)
-        if number % 5 == 4:
-            swap_data(module, averages)
-            with torch.no_grad():
-                values.append(call(session.randn(4, 8)))
-            swap_data(module, averages)
-        yield values
 
 
 @settles()
@@ -396,26 +314,10 @@ def checkpoint_around(*, use_reentrant):
     return program
 
 
-def zeroed_between(*, set_to_none):
-    def program(session):
-        module, call = session.compiled(MLP)
-        optimizer = sgd(module)
-        while True:
-            loss = call(session.randn(4, 8)).square().mean()
-            optimizer.zero_grad(set_to_none=set_to_none)
-            loss.backward()
-            yield [loss, *gradients(module)]
-            optimizer.step()
-
-    return program
-
-
 settles.add(
     {
         "checkpoint_around": checkpoint_around(use_reentrant=False),
         "reentrant_checkpoint_around": checkpoint_around(use_reentrant=True),
-        "zeroed_between": zeroed_between(set_to_none=True),
-        "zeroed_between_in_place": zeroed_between(set_to_none=False),
     }
 )
 

@@ -4,15 +4,264 @@ A failure prints a `Graph`, options and a `Program`; `check(setting, graph, [pro
 CGPASS_RANDOM_PROGRAMS=N asks for about N new programs of each kind instead of the few that always run.
 """
 
+import functools
 import os
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.usage import random_programs as do
 from tests.usage.programs import counted
 from tests.usage.random_programs import Graph, Program, backward, call, check, compile_graph, edit
-from tests.usage.random_strategies import ANY, FEW_WAYS, MODELS, cases, options, programs
+
+LONGEST = 40
+
+OPTIONS = (
+    {},
+    {"outputs": "owned"},
+    {"max_recordings": 2},
+    {"max_copied_mib": 0},
+)
+
+# ---- graphs
+
+NEW_VALUES = (
+    "{a}.sin()",
+    "{a} * {b}",
+    "{a} + {b}",
+    "{a}.exp().tanh()",
+    "({a} @ self.w).tanh()",
+    "F.linear({a}, self.w, self.b)",
+    "{a}.softmax(-1)",
+    "{a} + self.n",
+    "({a} * self.b).sigmoid()",
+    "{a}.detach()",
+    "F.dropout({a}, 0.5)",
+    "{a}.flip(0).clone()",
+    "{a} * torch.nonzero({b}.detach().sum(-1) > 0).shape[0]",
+    "{a} + torch.nonzero({b}.detach() > 0).sum()",
+    "{a} * ({b}.detach() > 0).sum().item()",
+)
+VIEWS = ("{a}[:, :]", "{a}.t().t()", "{a}.view(-1, 4)")
+CHANGES = ("{a}.mul_(0.5)", "{a}.add_({b}.detach())", "{a}[:, 1:].add_(1)", "{a}.copy_({b}.sin())")
+BUFFER_CHANGES = ("self.n.add_({a}.detach().mean(0))", "self.n.copy_({a}.detach().sum(0).tanh())")
+SHOWN = (
+    "{a}",
+    "{a}[:, 1:]",
+    "{a}.t()",
+    "{a}.reshape(-1)",
+    "{a}[0]",
+    "{a}.sum()",
+    "{a}.detach()",
+    "{a}.unsqueeze(0).expand(2, -1, -1)",
+    "self.n",
+)
+
+_LINES = (
+    *(("new", text) for text in NEW_VALUES),
+    *(("view", text) for text in VIEWS),
+    *(("change", text) for text in CHANGES),
+    *(("buffer", text) for text in BUFFER_CHANGES),
+)
+
+
+def _more(draw, typical):
+    """Tell if a list goes on; so it has `typical` parts, and each can be left out when shrinking."""
+    return draw(st.integers(0, typical)) > 0
+
+
+@st.composite
+def graphs(draw, longest=10):
+    """Small graphs on two inputs."""
+    base = {"x": "x", "y": "y"}
+    lines, changed = [], set()
+    while len(lines) < longest and _more(draw, 8):
+        values = list(base)[::-1]
+        kind, text = draw(st.sampled_from(_LINES))
+        a, b = draw(st.sampled_from(values)), draw(st.sampled_from(values))
+        text = text.format(a=a, b=b)
+        if kind == "change":
+            changed.add(base[a])
+        if kind in ("new", "view"):
+            name = f"v{len(base)}"
+            base[name] = base[a] if kind == "view" else name
+            text = f"{name} = {text}"
+        lines.append(text)
+    values = list(base)[::-1]
+    shown = st.builds(
+        lambda text, a: text.format(a=a), st.sampled_from(SHOWN), st.sampled_from(values)
+    )
+    outputs = draw(st.lists(shown, min_size=1, max_size=4))
+    return Graph(tuple(lines), tuple(outputs), "".join(sorted(changed & {"x", "y"})))
+
+
+# ---- programs
+
+
+@dataclass(frozen=True)
+class Style:
+    """Ways of calling in a program; each is a compilation of its own."""
+
+    modes: tuple[str, ...] = ("grad",) * 8 + ("no_grad", "no_grad", "inference")
+    rows: tuple[int, ...] = (3,) * 6 + (2,)
+    grads: tuple[bool, ...] = (False, True)
+    twice: tuple[bool, ...] = (False,) * 7 + (True,)
+
+
+ANY = Style()
+PLAIN = Style(("grad",), (3,), (False,), (False,))
+styles = st.builds(
+    Style,
+    modes=st.sampled_from((("grad",), ("grad", "grad", "no_grad"), ("grad", "grad", "inference"))),
+    rows=st.sampled_from(((3,), (3,), (3, 3, 2))),
+    grads=st.sampled_from(((False,), (True,), (False, True))),
+    twice=st.sampled_from(((False,),) * 7 + ((True,),)),
+)
+
+_pick = st.integers(0, 4)
+_part = st.integers(0, 3)
+_module = st.integers(0, 1)
+_flag = st.booleans()
+_rarely = st.sampled_from((False,) * 7 + (True,))
+_state = st.sampled_from(("w", "b", "n"))
+
+
+def _calls(style, **more):
+    return st.builds(
+        do.call,
+        keep=st.sampled_from(("all", *do.KEPT)),
+        mode=st.sampled_from(style.modes),
+        backward=_flag,
+        module=_module,
+        grad=st.sampled_from(style.grads),
+        **more,
+    )
+
+
+def _new_call(style):
+    return _calls(style, rows=st.sampled_from(style.rows), twice=st.sampled_from(style.twice))
+
+
+def _call_on_buffers(style):
+    return _calls(style, on=st.just("buffer"), pick=_rarely, rows=st.sampled_from(style.rows))
+
+
+def _call_on_held(style):
+    return _calls(style, on=st.sampled_from(("held", "held", "input")), pick=_pick, part=_part)
+
+
+_OTHERS = (
+    (
+        10,
+        st.builds(
+            do.backward,
+            pick=_pick,
+            part=st.none() | _part,
+            retain=st.sampled_from((False, False, True)),
+            again=_rarely,
+        ),
+    ),
+    (3, st.builds(do.drop, pick=_pick, part=st.integers(-1, 3))),
+    (1, st.just(do.drop_all())),
+    (3, st.just(do.check_all())),
+    (3, st.builds(do.gradients, pick=_pick, part=_part, retain=_flag)),
+    (2, st.just(do.take_gradients())),
+    (2, st.builds(do.zero_grad, set_to_none=_flag)),
+    (1, st.just(do.scale_gradients())),
+    (2, st.just(do.optimize())),
+    (1, st.builds(do.move_data, module=_module, name=_state)),
+    (1, st.builds(do.replace, module=_module, name=_state)),
+    (2, st.builds(do.edit, pick=_pick, part=_part, of_inputs=_rarely)),
+    (1, st.just(do.collect())),
+    (1, st.just(do.reset())),
+)
+
+
+@functools.cache
+def _steps(style):
+    """Strategies of single steps, each as often as it is to be drawn."""
+    calls = ((10, _new_call(style)), (10, _call_on_buffers(style)), (5, _call_on_held(style)))
+    weighted = (*calls, *_OTHERS)
+    return tuple(strategy for weight, strategy in weighted for _ in range(weight))
+
+
+@st.composite
+def programs(draw, style=ANY, typical=20):
+    """Lists of steps."""
+    steps = []
+    while len(steps) < LONGEST and _more(draw, typical):
+        steps.append(draw(draw(st.sampled_from(_steps(style)))))
+    return do.Program(steps=tuple(steps), modules=draw(st.sampled_from((1, 1, 2))))
+
+
+options = st.sampled_from(OPTIONS)
+
+
+@st.composite
+def cases(draw, programs_per_graph):
+    """A random graph, options, and programs that use it."""
+    style = draw(styles)
+    graph = draw(graphs())
+    drawn = draw(st.lists(programs(style, 14), min_size=1, max_size=programs_per_graph))
+    return graph, draw(options), drawn
+
+
+# ---- models that people write, in the same language
+
+MODELS = (
+    Graph(
+        (
+            "a = (x @ self.w).sin()",
+            "b = (a * x).exp().tanh()",
+            "c = F.linear(b, self.w, self.b) * a.sigmoid()",
+            "d = (c.cos() * b + x).softmax(-1)",
+        ),
+        ("d * c", "b", "a[:, 1:]"),
+    ),
+    Graph(
+        (
+            "self.n.add_(x.detach().mean(0))",
+            "a = (x @ self.w).sin()",
+            "b = (F.linear(a, self.w, self.b) * a + self.n).tanh()",
+        ),
+        ("b", "a.t()", "x"),
+    ),
+    Graph(
+        (
+            "a = (x @ self.w).sin()",
+            "b = a * y.cos()",
+            "k = torch.nonzero(a.detach().sum(-1) > 0).sum()",
+            "c = F.linear(b, self.w, self.b).tanh() + k",
+        ),
+        ("(c * a).sigmoid() * b", "c", "a"),
+    ),
+    Graph(
+        (
+            "a = (x @ self.w).sin().detach()",
+            "k = torch.nonzero(a > 0).sum()",
+            "q = a.exp() * 2",
+            "k2 = (q > 1.5).sum().item()",
+            "r = ((q + k + k2).sin() * x @ self.w).tanh()",
+        ),
+        ("r", "q", "F.dropout(r * y, 0.5)"),
+    ),
+    Graph(("x.mul_(self.b)", "a = x.sin() @ self.w"), ("a * x", "x", "(a + 1).view(-1)"), "x"),
+    Graph(("a = F.linear(F.dropout(x, 0.5), self.w, self.b)",), ("a.tanh().sum()", "y")),
+)
+
+FEW_WAYS = (
+    (MODELS[0], OPTIONS[0], Style(("grad",), (3, 3, 3, 2), (False,), (False,))),
+    (MODELS[0], OPTIONS[2], PLAIN),
+    (MODELS[1], OPTIONS[0], Style(("grad",), (3,), (True,), (False,))),
+    (MODELS[2], OPTIONS[1], PLAIN),
+    (MODELS[3], OPTIONS[3], Style(("grad", "grad", "grad", "no_grad"), (3,), (False,), (False,))),
+    (MODELS[4], OPTIONS[0], Style(("grad", "grad", "grad", "inference"), (3,), (True,), (False,))),
+    (MODELS[5], OPTIONS[2], PLAIN),
+)
+"""Models with options and a style: few compilations, for many programs in little time."""
+
 
 ASKED = int(os.environ.get("CGPASS_RANDOM_PROGRAMS", "0"))
 PER_GRAPH = 10

@@ -334,7 +334,10 @@ def test_backwards_in_any_order(way, rng):
 # ---- settings of torch's
 
 
-def test_a_memory_budget(way):
+@pytest.mark.parametrize(
+    "setting", [{"activation_memory_budget": 0.1}, {"aggressive_recomputation": True}], ids=str
+)
+def test_a_memory_budget(way, setting):
     class Deep(nn.Module):
         def __init__(self):
             super().__init__()
@@ -345,7 +348,7 @@ def test_a_memory_budget(way):
                 x = F.dropout(layer(x).sin(), 0.5).cos()
             return x
 
-    with functorch_config.patch(activation_memory_budget=0.1):
+    with functorch_config.patch(**setting):
         assert compare(way, trained(Deep))["plain_calls"] == 0
 
 

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,7 +21,6 @@ from tests.usage.programs import (
     long_enough,
     noting,
     one_of_each_on_cpu,
-    steady,
     trained_on,
 )
 
@@ -38,18 +38,6 @@ def mutated_input(session):
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_a_mutated_input_is_written_back(setting, compiler):
     assert_steady(setting.compare(mutated_input, compiler=compiler), captured=1)
-
-
-def product(a, b):
-    return (a.sin() * 2 - b.cos()) * (a + b)
-
-
-@ways(counts=steady(2))
-def the_same_tensor_twice_and_two_tensors_alternate(session):
-    call = session.compile(product)
-    for number in range(8):
-        a = session.randn(4, 8)
-        yield [call(a, a if number % 2 else session.randn(4, 8))]
 
 
 @ways(replays="none")
@@ -111,23 +99,6 @@ ways.add(
 # ---- kinds that change
 
 
-@ways(replays="some")
-def tensors_made_in_inference_mode_and_outside(session):
-    module, call = session.compiled(MLP)
-    with torch.inference_mode():
-        made_inside = session.randn(4, 8)
-    for number, batch in enumerate(session.batches(4, 8, count=12)):
-        if number % 3 == 0:
-            with torch.inference_mode():
-                values = [call(made_inside + batch).clone()]
-        elif number % 3 == 1:
-            with torch.no_grad():
-                values = [call(made_inside)]
-        else:
-            values = learn(module, call(batch).square().mean())
-        yield values
-
-
 def numbers(*values):
     def program(session):
         call = session.compile(lambda x, n: long_enough(x * n) + n)
@@ -139,6 +110,9 @@ def numbers(*values):
 ways.add(
     {
         "numbers that change": numbers(1, 2, 3, 2, 1.5, 2.5, 1.5, True, False, True, math.pi, 3),
+        "complex numbers": numbers(1j, 2 + 1j, 1j, 3.5, 2 + 1j),
+        "NumPy's numbers": numbers(*map(np.float32, (0.1, 0.2, 0.3)), *map(np.int64, (2, 3, 2))),
+        "NumPy's doubles and bools": numbers(*map(np.float64, (0.1, 0.2)), *map(np.bool_, (1, 0))),
         "a number on the host as a tensor": numbers(*map(torch.tensor, (1.5, 2.5, 1.5, 3.5, -1.0))),
     },
     replays="some",

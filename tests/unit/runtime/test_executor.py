@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from cgpass.runtime.executor import Executor, Plan, Step
-from cgpass.runtime.owner import Owner
-from cgpass.runtime.simulated import SimulatedDriver
 from tests.unit.runtime.runners import COPIED, counts, runner
 
 X = torch.ones(2)
@@ -40,55 +38,30 @@ def test_a_runner_is_told_who_gets_its_outputs(visible, second_reads, read):
     assert first.uses == [(n in visible, n in read) for n in (0, 1)]
 
 
-class Noting:
-    """Wraps steps, and notes them."""
-
-    def __init__(self):
-        self.steps = []
-
-    def __call__(self, step, run):
-        def noted(values):
-            self.steps.append(step.name)
-            return run(values)
-
-        return noted
-
-
-@pytest.fixture
-def executor():
-    run = runner(lambda x: [x * 2], COPIED, owner=Owner(SimulatedDriver()))
-    steps = (
-        Step("captured_0", run, (0,), (1,), (0,)),
-        Step("eager_1", lambda args: [args.pop() + 1], (1,), (2,), (1,)),
+def test_steps_are_told_in_order_and_only_inside():
+    told, adds = (
+        [],
+        [Step(f"eager_{n}", lambda args: [args.pop() + 1], (n,), (n + 1,)) for n in (0, 1)],
     )
-    return Executor(Plan(1, 3, steps, (2,), visible=frozenset({0})), run.owner)
+    executor = Executor(Plan(1, 3, tuple(adds), (2,)), None)
+
+    def noting(name):
+        return lambda step, run: lambda values: told.append(f"{name} {step.name}") or run(values)
+
+    with contextlib.ExitStack() as outer:
+        executor.wrap(noting("outer"), outer)
+        with contextlib.ExitStack() as inner:
+            executor.wrap(noting("inner"), inner)
+            assert executor([X])[0].tolist() == [3, 3]
+        executor([X])
+    executor([X])
+    both = [f"{name} eager_{n}" for n in (0, 1) for name in ("inner", "outer")]
+    assert told == [*both, "outer eager_0", "outer eager_1"]
 
 
-def run_of(executor):
-    return executor.plan.steps[0].run
-
-
-def test_steps_are_told_in_order_and_only_inside(executor):
-    outer, inner = Noting(), Noting()
-    executor([torch.ones(2)])
-    with contextlib.ExitStack() as until:
-        executor.wrap(outer, until)
-        executor.wrap(inner, until)
-        assert executor([torch.ones(2)])[0].tolist() == [3, 3]
-        with pytest.raises(TypeError):
-            executor(["no tensor"])
-    executor([torch.ones(2)])
-    assert outer.steps == inner.steps == ["captured_0", "eager_1", "captured_0"]
-    assert executor.tally.calls == 4
-
-
-def test_calls_run_plainly_on_request_and_recordings_stay(executor):
-    for _ in range(3):
-        executor([torch.ones(2)])
-    executor.owner.plain = True
-    held = [executor([torch.full((2,), float(n))])[0] for n in range(3)]
-    assert [value.tolist() for value in held] == [[1, 1], [3, 3], [5, 5]]
-    assert counts(run_of(executor)) == (1, 1, 2, 3)
-    executor.owner.plain = False
-    executor([torch.ones(2)])
-    assert counts(run_of(executor)) == (1, 1, 3, 3)
+def test_calls_run_plainly_on_request_and_recordings_stay():
+    run = runner(lambda x: [x * 2], COPIED)
+    executor = Executor(Plan(1, 2, (Step("captured_0", run, (0,), (1,)),), (1,)), run.owner)
+    for run.owner.plain in (False, False, True, False):
+        assert executor([torch.ones(2)])[0].tolist() == [2, 2]
+    assert counts(run) == (1, 1, 2, 1)

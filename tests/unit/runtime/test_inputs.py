@@ -7,12 +7,26 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+import cgpass
 from cgpass import torch_private
+from cgpass.compile.facts.input_info import InputInfo
+from cgpass.compile.layouts import _copied
 from cgpass.runtime import fast
-from cgpass.runtime.inputs import Inputs, Layout
+from cgpass.runtime.inputs import (
+    COPIED_AS_THEY_ARE,
+    Inputs,
+    Layout,
+    Placeholder,
+    as_bits,
+    copies_in,
+    copy_in,
+    describe,
+)
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
-from tests.unit.runtime.runners import COPIED, POOLED, STATIC, infos
+from cgpass.runtime.wrapper import _kind
+from tests.operators import tagged
+from tests.unit.runtime.runners import COPIED, OPAQUE, POOLED, STATIC, SYMINT, infos
 
 X = torch.ones(2)
 
@@ -190,3 +204,143 @@ def test_of_one_storage_the_oldest_places_are_forgotten():
     assert number_known(part) <= 8
     assert part(X, base[499:]).new == ()
     assert part(X, base[1:]).new == (1,)
+
+
+# ---- copies of every dtype, with the multi-tensor kernel as on CUDA: it knows few of them
+
+
+KNOWN = set(COPIED_AS_THEY_ARE)
+OTHERS = [
+    getattr(torch, name)
+    for name in [
+        "uint16",
+        "uint32",
+        "uint64",
+        "complex32",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+        "float4_e2m1fn_x2",
+        "int4",
+        "bits8",
+        "bits16",
+    ]
+]
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
+EVERY = pytest.mark.parametrize("dtype", OTHERS, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def few_kernels(monkeypatch):
+    copy = torch._foreach_copy_
+
+    def refusing(targets, sources):
+        for tensor in (*targets, *sources):
+            if tensor.dtype not in KNOWN:
+                raise RuntimeError(f'"foreach_tensor_copy" not implemented for {tensor.dtype}')
+        return copy(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", refusing)
+
+
+def values(dtype, *size):
+    shape = (*size[:-1], size[-1] * dtype.itemsize)
+    return torch.randint(0, 100, shape, dtype=torch.uint8).view(dtype)
+
+
+def layouts(dtype):
+    whole = values(dtype, 4, 6)
+    return [whole, whole.t(), whole[:, 1:5], whole[0].expand(3, 6), whole[:0]]
+
+
+@EVERY
+def test_inputs_of_every_dtype_are_copied_in_and_back(dtype):
+    values_in = layouts(dtype)
+    placeholders = {i: Placeholder(value) for i, value in enumerate(values_in)}
+    copy_in(copies_in(placeholders), values_in)
+    for i, placeholder in placeholders.items():
+        assert placeholder.tensor.dtype == dtype
+        assert placeholder.tensor.stride() == values_in[i].stride()
+        assert torch.equal(as_bits(placeholder.tensor), as_bits(values_in[i]))
+    whole = Placeholder(values_in[2], whole_storage=True)
+    whole.copy_from(values_in[2])
+    written = values(dtype, 4, 6)[:, 1:5]
+    whole.copy_to(written)
+    assert torch.equal(as_bits(written), as_bits(values_in[2]))
+
+
+def test_a_conjugate_is_copied_as_its_values():
+    source = torch.complex(torch.randn(4), torch.randn(4)).to(torch.complex32)
+    copy = _copied(source.conj(), (1,))
+    assert torch.equal(as_bits(copy), as_bits(source.conj().resolve_conj()))
+
+
+# ---- recordings of one compiled function copy inputs of the same layout to the same memory
+
+
+def fn(x):
+    """Five captured partitions that read what operators between them made."""
+    for _ in range(4):
+        x = tagged((x * 2).sin().cos())
+        y = tagged((x + 1).tanh())
+        x = (x * y).exp().tanh()
+    return x
+
+
+def test_memory_of_one_partition_for_all(monkeypatch):
+    made = []
+    add = Owner.add_recording
+    monkeypatch.setattr(Owner, "add_recording", lambda self, r: made.append(r) or add(self, r))
+    options = {"driver": "simulated", "compiler": "eager", "min_partition_ops": 1}
+    compiled = torch.compile(fn, backend=cgpass.cgpass, options=options)
+    held = []
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(64)
+            held.append((compiled(x), fn(x)))
+    assert all(torch.equal(a, b) for a, b in held)
+    copying = [r for r in made if len(r.copied_inputs) == 2]
+    assert len(copying) >= 4
+    places = {p.target.data_ptr() for r in copying for p in r.placeholders.values()}
+    assert len(places) == 2
+    torch.compiler.reset()
+
+
+# ---- parts of a signature, and names of inputs
+
+
+CPU = torch.device("cpu")
+WIDE = torch.zeros(2, 3)
+
+
+def test_integers_and_identities_make_the_shape_key():
+    found = Layout(infos(SYMINT, OPAQUE, COPIED), check_static=True, check_layout=False)
+    a, b = [], []
+    assert found.shape_key([3, a, WIDE]) == found.shape_key([3, a, torch.ones(5)])
+    assert found.shape_key([3, a, WIDE]) != found.shape_key([4, a, WIDE])
+    assert found.shape_key([3, a, WIDE]) != found.shape_key([3, b, WIDE])
+
+
+def test_describe_names_and_lines():
+    some = [InputInfo("w", STATIC, "model.py:3 in forward: w"), InputInfo("b", STATIC)]
+    assert describe(some, range(2)) == "w (read at model.py:3 in forward: w), b"
+    many = [InputInfo(f"p{i}", STATIC) for i in range(8)]
+    assert describe(many, range(8)) == "p0, p1, p2, p3, p4, and 3 more"
+
+
+def test_kinds_inferred_from_values():
+    args = [WIDE, WIDE, 3, True, "text", None, torch.float32, torch.Generator(), object()]
+    found = [_kind("x", value, CPU, is_static=i == 1) for i, value in enumerate(args)]
+    assert found == [COPIED, STATIC, *[SYMINT] * 5, OPAQUE, OPAQUE]
+
+
+@pytest.mark.parametrize(
+    ("known", "other"), [("is_resized", torch.zeros(3, 2)), ("whole_storage", torch.zeros(9)[3:])]
+)
+def test_what_no_integer_tells_belongs_to_it(known, other):
+    info = InputInfo("x", COPIED, **{known: True})
+    found = Layout((info,), check_static=True, check_layout=False)
+    assert found.shape_key([WIDE]) == found.shape_key([WIDE + 1])
+    assert found.shape_key([WIDE]) != found.shape_key([other])

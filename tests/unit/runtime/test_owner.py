@@ -152,14 +152,6 @@ def test_recordings_go_before_a_larger_one_unless_a_backward_reads_what_is_held(
     del kept
 
 
-def test_what_is_held_of_a_closed_recording_lies_where_no_older_one_writes():
-    first, second, *_ = both()
-    (held,), _ = second.run([X])
-    second.close()
-    assert call(first, X * 7) == [[14, 14]]
-    assert held.tolist() == [5, 5]
-
-
 def test_a_recording_that_was_closed_is_not_kept():
     """Not even where a younger one's outputs are held, or where its own lie elsewhere and are."""
     first, second, *_ = both()
@@ -216,14 +208,3 @@ def test_an_owner_that_is_collected_during_a_trace_frees_its_memory_for_real(tra
     assert held.tolist() == [4, 4]
     assert type(held) is torch.Tensor
     assert (len(others), ignored) == (64, [])
-
-
-def test_results_without_a_graph_are_known_as_long_as_their_memory_lives():
-    owner, value = Owner(SimulatedDriver()), torch.ones(4)
-    owner.note_plain_results([value, 3])
-    part = value[1:].detach()
-    del value
-    assert part.untyped_storage() in owner.plain_results
-    assert torch.ones(4).untyped_storage() not in owner.plain_results
-    del part
-    assert len(owner.plain_results) == 0

@@ -309,40 +309,18 @@ def test_a_written_input_that_is_moved_to_make_room_is_written_where_it_lies_the
 
 
 def test_what_is_too_large_to_be_copied_is_named_once_and_no_warm_up_for_ever(caplog):
-    def warned(run, calls):
-        caplog.clear()
-        for args in calls:
-            run.run(list(args))
-        return warnings(caplog)
-
-    limit, said = "(max_copied_mib=0).", "3 calls were never recorded, since"
-    said = f"forward captured_0: calls like this one run without a graph: {said}"
-    w, moving = X.clone(), X.clone()
-    saved = runner(lambda s, w: [s * w], POOLED, STATIC, max_copied_mib=0)
-    assert warned(saved, [(X.clone(), w) for _ in range(5)]) == [
+    w = X.clone()
+    run = runner(lambda s, w: [s * w], POOLED, STATIC, max_copied_mib=0)
+    for _ in range(5):
+        call(run, X.clone(), w)
+    assert warnings(caplog) == [
         (
-            f"{said} each had x0 (float32[2], read at model.py:0 in forward: code) at a new address, and they are too large to be "
-            f"copied {limit} Keep saved tensors in place (hooks and offloading move them), or raise max_copied_mib."
+            "forward captured_0: calls like this one run without a graph: 3 calls were never recorded, since each had x0 "
+            "(float32[2], read at model.py:0 in forward: code) at a new address, and they are too large to be copied "
+            "(max_copied_mib=0). Keep saved tensors in place (hooks and offloading move them), or raise max_copied_mib."
         )
     ]
-    kept = [moving.data]
-
-    def moved():
-        for _ in range(5):
-            moving.data = X.clone()
-            kept.append(moving.data)
-            yield X, moving
-
-    static = runner(lambda x, w: [x * w], COPIED, STATIC, max_copied_mib=0)
-    static.run([X, moving])
-    static.run([X, moving])
-    assert warned(static, moved()) == [
-        (
-            f"{said} each had x1 (float32[2], read at model.py:1 in forward: code) at a new address, and they are too large to be "
-            f"copied {limit} Write into it in place (copy_) instead of replacing it, unless modules share the code."
-        )
-    ]
-    assert (counts(saved), counts(static)) == ((2, 0, 0, 3), (3, 1, 1, 3))
+    assert counts(run) == (2, 0, 0, 3)
 
 
 @pytest.mark.parametrize("moves", [{10: 1, 20: 2}, {10: 1, 11: 2}, {10: 1, 11: 0, 20: 2}])
@@ -374,14 +352,6 @@ def test_what_is_recorded_stays_known_however_many_keys_came_since():
         call(run, X, n)
     assert counts(run) == (2101, 2, 3, 0)
     assert run.table.all() == run.owner._pools[0].recordings
-
-
-def test_sizes_that_do_not_come_again_are_named_once(caplog):
-    run = runner(lambda x, n: [x * n], COPIED, SYMINT, max_recordings=2)
-    for n in range(20):
-        call(run, X, n)
-    (message,) = warnings(caplog)
-    assert "since each had a new value or layout of x1 (" in message
 
 
 def test_one_more_call_without_a_graph_leaves_known_how_far_operators_draw():
@@ -440,3 +410,81 @@ def test_pending_calls_are_counted_for_each_set_of_storages_at_one_place():
     assert run.stats.plain_calls == 0
     assert [r.pool_index for r in run.table.all()] == [0, 0, 0]
     assert [t.tolist() for (t,) in held] == [[2.0, 2.0]] * 3
+
+
+# ---- every recording says why it was made
+
+
+def causes(run):
+    return [note.cause for note in run.notes]
+
+
+def test_the_first_recording_and_one_for_another_shape():
+    run = runner(lambda x, n: [x * n], COPIED, SYMINT)
+    for n in (2, 2, 3, 3):
+        call(run, torch.ones(2), n)
+    first, shape = run.notes
+    assert (first.cause, first.detail) == ("first", "the first call after the warm-up")
+    assert (shape.cause, shape.detail) == (
+        "shape",
+        "the first call with this value or layout of x1 (read at model.py:1 in forward: code)",
+    )
+    assert first.copied_bytes == 8
+    assert first.record_ms > 0
+
+
+def test_values_of_other_partitions_that_lie_elsewhere():
+    owner = Owner(SimulatedDriver())
+    first = runner(lambda x, n: [x * n], COPIED, SYMINT, owner=owner)
+    second = runner(lambda h: [h + 1], POOLED, owner=owner)
+
+    def both(n):
+        outputs, _ = first.run([torch.ones(2), n])
+        return call(second, *outputs)
+
+    for n in (2, 2, 3, 3, 3):
+        both(n)
+    assert causes(second) == ["first", "memory"]
+    assert "values of other partitions moved, or were recorded again: x0" in second.notes[-1].detail
+
+
+def test_results_that_are_held_with_their_backward_to_come():
+    run = runner(lambda x: [x * 2, x + 1], COPIED)
+    run.uses = [(True, False), (False, True)]
+    call(run, torch.ones(2))
+    call(run, torch.ones(2))
+    held = [run.run([torch.ones(2)])[0], run.run([torch.ones(2)])[0]]
+    assert causes(run) == ["first", "held"]
+    assert len(held) == 2
+
+
+def test_a_tensor_that_each_call_replaces_is_moved_and_copied():
+    run = runner(lambda x, w, v: [x * w * v], COPIED, STATIC, STATIC)
+    w, kept = torch.ones(2), [torch.ones(2) for _ in range(5)]
+    for v in (kept[0], *kept):
+        call(run, torch.ones(2), w, v)
+    assert causes(run) == ["first", "moved"]
+    assert run.notes[-1].detail.startswith("moved: x2 (float32[2]")
+
+
+def test_recordings_that_are_made_once_more_say_why():
+    run = runner(lambda x: [x * 2], COPIED, is_backward=True)
+    for _ in range(2):
+        call(run, torch.ones(2))
+    run.move_apart(run.table.all()[0])
+    call(run, torch.ones(2))
+    run.close()
+    for _ in range(2):
+        call(run, torch.ones(2))
+    assert causes(run) == ["first", "anew", "anew"]
+    assert run.notes[1].detail.startswith("the memory layout changed")
+    assert run.notes[2].detail.startswith("recordings were freed")
+
+
+def test_modules_that_take_turns_with_sizes_have_not_moved():
+    run = runner(lambda x, w, n: [x * w * n], COPIED, STATIC, SYMINT)
+    modules = torch.ones(2), torch.ones(2)
+    for n in (1, 1, 2, 2):
+        for w in modules:
+            call(run, torch.ones(2), w, n)
+    assert causes(run) == ["first", "other tensors", "shape", "other tensors"]

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import sys
 import weakref
 
 import pytest
@@ -255,34 +254,3 @@ def test_the_driver_that_an_option_means(monkeypatch, wanted, on_cpu, on_cuda):
                 driver_for(wanted, torch.device(device))
         else:
             assert driver_for(wanted, torch.device(device)) == expected
-
-
-def test_an_exception_anywhere_in_a_replay_leaves_no_weight_that_autocast_has_cast(driver):
-    """A signal's handler may raise inside of torch's own code, too, and what is cast once would be cast no more."""
-    weight, x = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2)
-    graph, _ = record(driver, lambda x: [x + 1], x)
-    left, before = [0], sys.gettrace()
-
-    def raising(frame, event, arg):
-        left[0] -= 1
-        if left[0] == 0:
-            raise KeyboardInterrupt
-        return raising
-
-    for number in range(1, 1000):
-        left[0] = number
-        sys.settrace(raising)
-        try:
-            graph.replay()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(before)
-            torch.set_grad_enabled(True)  # torch.no_grad() may have been broken off
-        for value in (1, 3):
-            with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-                weight.fill_(value)
-                assert F.linear(x, weight).tolist() == [[2 * value] * 2] * 2
-        if left[0] > 0:
-            break
-    assert 20 < number < 999

@@ -2,13 +2,11 @@
 
 import json
 import re
-import time
 from argparse import ArgumentTypeError
 
 import bench
 import pytest
-from benchlib import arms, meta, report, worker
-from benchlib.process import Process
+from benchlib import arms, report, worker
 
 META = {
     "torch": "2.11.0+cu130",
@@ -100,18 +98,6 @@ def test_what_makes_a_result_none(entry, message):
 # ---- tables and plots
 
 
-def test_step_times_of_a_grid_are_lines_over_their_depth():
-    def model(width, depth, found):
-        return {"model": f"mlp_{width}x{depth}", "mode": "train", "title": "x", "arms": found}
-
-    found = [model(64, depth, {"cgpass-step": arm(0.1 * depth)}) for depth in (3, 12)]
-    found += [model(256, 3, {"cgpass-step": arm(1.0, check={"equal": False})})]
-    shown = report.curves({"results": found})
-    assert shown.count("stroke-width") == 1, "of one width, in one arm"
-    assert "layers of 64" in shown
-    assert report.curves(result(usual())) == ""
-
-
 # ---- arms, models and processes
 
 
@@ -121,7 +107,6 @@ def test_arms_and_their_options():
         {"rng": "paired", "max_recordings": 3},
     )
     for name, message in (
-        ("nonsense", "unknown arm 'nonsense'; known: eager, default"),
         ("limit:rng=paired", "takes no options"),
         ("cgpass:paired", "is no option=value"),
     ):
@@ -130,15 +115,6 @@ def test_arms_and_their_options():
     ours = {"cgpass", "cgpass:rng=paired", "cgpass-step", "graphed"}
     theirs = {"default", "limit", "cgpass@baseline", "cgpass:rng=paired@baseline"}
     assert {name for name in ours | theirs if arms.is_ours(name)} == ours
-
-
-def test_a_process_that_says_nothing_is_ended():
-    given = {"model": "stack1", "mode": "train", "arm": "eager", "device": "cpu", "tiny": True}
-    job = worker.Job(**given, steps=2, warm_up=2, root=str(meta.ROOT))
-    process = Process(job, {})
-    assert process.hear(time.monotonic() + 0.2) == {}
-    assert process.entry == {"error": "no answer in time"}
-    assert process.process.poll() is not None
 
 
 # ---- runs

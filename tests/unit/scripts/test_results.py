@@ -1,16 +1,11 @@
 """Results that are kept, what is shown of them, and summaries of tests."""
 
-import dataclasses
 import json
 
 import pytest
 import results
 from benchlib import check
 
-import cgpass
-from cgpass.compile.facts.op_tables import FIXES
-from cgpass.options import Options
-from cgpass.telemetry.reason import OTHER_FIXES
 from tests.unit.scripts.test_bench import EQUAL, META, arm, result, usual
 
 MARKS = "head\n<!-- {0}: begin -->\nold\n<!-- {0}: end -->\ntail\n"
@@ -97,13 +92,6 @@ def test_results_of_two_runs_are_merged_and_kept(tmp_path, places):
         results.merged(other, other | {"meta": META | {"commit": "def"}})
 
 
-def test_the_page_about_steps_shows_grids_that_were_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
-    assert results.depths() == ""
-    (tmp_path / "depths-h200-torch2.11.svg").touch()
-    assert results.depths().endswith("axes](results/depths-h200-torch2.11.svg)\n")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -140,28 +128,3 @@ def test_summaries_of_tests(tmp_path, capsys, cases, status, good):
     assert sum(data["skipped"].values()) == sum(map(cases.count, "sk"))
     assert [each["name"] for each in data["failed"]] == ["a::f"] * cases.count("f")
     assert f"tests: {'ok' if good else 'FAILED'}, " in capsys.readouterr().out
-
-
-# ---- tables that come from the code
-
-
-def test_a_table_is_put_between_its_markers():
-    assert results.with_table(MARKS.format("options"), "options", "new\n") == (
-        "head\n<!-- options: begin -->\nnew\n<!-- options: end -->\ntail\n"
-    )
-    with pytest.raises(ValueError, match="no markers for the table of options"):
-        results.with_table("text", "options", "table")
-
-
-def rows(table):
-    header, rule, *rows = table.splitlines()
-    assert rule == "| " + " | ".join(["---"] * (header.count("|") - 1)) + " |"
-    return {row.split("`")[1]: row for row in rows}
-
-
-def test_every_option_counter_and_reason_has_a_row():
-    found = rows(results.options_table())
-    assert [*found] == [f.name for f in dataclasses.fields(Options)]
-    assert all(len(row.rsplit("|", 2)[1].strip()) > 10 for row in found.values())
-    assert rows(results.counters_table()).keys() == cgpass.counters().keys()
-    assert rows(results.reasons_table()).keys() == {*FIXES, *OTHER_FIXES}

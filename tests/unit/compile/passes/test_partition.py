@@ -1,12 +1,19 @@
 """Partitions: few, in a valid order, the same on every run."""
 
+import itertools
+import random
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cgpass.compile.facts import partition_tag, values
+from cgpass.compile.facts.partition_tag import get_tag
 from cgpass.compile.passes.base import PassContext, graph_text, run_passes
-from cgpass.compile.passes.partition import Partition
+from cgpass.compile.passes.partition import Partition, join_collectives, orders
+from cgpass.runtime.simulated import SimulatedDriver
 from tests.graphs import CUDA, fake_cuda_graph, ints, node_named
 
 CONTEXT = PassContext(CUDA, "partition", "forward")
@@ -34,10 +41,6 @@ def two_syncs(x, y):
     b = y.relu()
     j = torch.nonzero(b)
     return i, j, a + b
-
-
-def chain(x):
-    return x.relu().exp().sin().cos()
 
 
 def test_a_result_that_was_moved_out_of_its_partition_is_put_back():
@@ -190,3 +193,187 @@ def test_attributes_come_before_their_first_user():
     assert [node.name for node in (relu.next, relu.next.next)] == ["scale", "relu_1"]
     assert partition_tag.get_tag(scale) is None
     assert partition_tag.get_tag(nonzero).index == 1
+
+
+# ---- the fewest switches between captured and eager groups, against brute force
+
+
+def switches(captured, order):
+    return sum(captured[a] != captured[b] for a, b in itertools.pairwise(order))
+
+
+def fewest_by_brute_force(captured, before):
+    """Fewest switches of all valid orders: depth first, giving up what is no better."""
+    best = len(captured) + 1
+
+    def visit(done, count):
+        nonlocal best
+        if count >= best:
+            return
+        if len(done) == len(captured):
+            best = count
+            return
+        for node in range(len(captured)):
+            if node not in done and all(each in done for each in before[node]):
+                changed = bool(done) and captured[done[-1]] != captured[node]
+                visit((*done, node), count + changed)
+
+    visit((), 0)
+    return best
+
+
+def check_valid(before, order):
+    assert sorted(order) == list(range(len(before)))
+    place = {node: at for at, node in enumerate(order)}
+    assert all(place[b] < place[n] for n in range(len(before)) for b in before[n])
+
+
+@st.composite
+def problems(draw, most=7):
+    size = draw(st.integers(0, most))
+    before = [{b for b in range(node) if draw(st.integers(0, 3)) == 0} for node in range(size)]
+    return draw(st.lists(st.booleans(), min_size=size, max_size=size)), before
+
+
+@settings(max_examples=300, deadline=None)
+@given(problems())
+def test_the_best_equals_brute_force(problem):
+    captured, before = problem
+    found = list(orders(captured, before))
+    for order in found:
+        check_valid(before, order)
+    for both in (found[1:3], found[3:]):  # late stages, early ones
+        best = min(switches(captured, order) for order in both)
+        assert best == fewest_by_brute_force(captured, before)
+
+
+def test_what_stood_late_runs_late_where_that_costs_no_switch():
+    body, eager, cast, second, eager_too, last, unread = range(7)
+    before = [set(), {body}, set(), {eager, cast}, {body}, {eager_too}, set()]
+    captured = [at not in (eager, eager_too) for at in range(7)]
+    _, late, _, early, _ = orders(captured, before)
+    assert late == [body, eager, eager_too, cast, second, last, unread]
+    assert early == [body, cast, unread, eager, eager_too, second, last]
+
+
+def test_five_thousand_nodes_in_a_valid_order():
+    rng = random.Random(8)
+    before = [{rng.randrange(max(0, n - 8), n) for _ in range(2) if n} for n in range(5000)]
+    captured = [rng.random() < 0.8 for _ in before]
+    original, *staged = orders(captured, before)
+    for order in staged:
+        check_valid(before, order)
+        assert switches(captured, order) < switches(captured, original)
+
+
+# ---- each partition waits for the collectives that it starts
+
+
+collectives = torch.ops._c10d_functional
+GROUP = "0"
+
+
+def joined(fn, *shapes, unsafe=("aten::tanh",)):
+    gm = fake_cuda_graph(fn, *shapes)
+    run_passes([Partition(frozenset(unsafe), 1)], gm, PassContext(CUDA, "graph", "forward"))
+    once = graph_text(gm)
+    join_collectives(gm)
+    assert graph_text(gm) == once
+    return gm
+
+
+def waited_elsewhere(x):
+    y = x.sin()
+    started = collectives.all_reduce(y, "sum", GROUP)
+    between = y.tanh()
+    return collectives.wait_tensor(started) + between
+
+
+def test_what_another_partition_waits_for_is_waited_for_here_first():
+    assert_expected_inline(
+        graph_text(joined(waited_elsewhere, (4,))),
+        """\
+x_1: float32[4]@cuda = placeholder
+sin: float32[4]@cuda = aten.sin.default(x_1)  # captured_0
+all_reduce: float32[4]@cuda = _c10d_functional.all_reduce.default(sin, sum, 0)  # captured_0
+wait_tensor_default: float32[4]@cuda = _c10d_functional.wait_tensor.default(all_reduce)  # captured_0
+tanh: float32[4]@cuda = aten.tanh.default(sin)  # eager_1
+wait_tensor: float32[4]@cuda = _c10d_functional.wait_tensor.default(wait_tensor_default)  # captured_2
+add: float32[4]@cuda = aten.add.Tensor(wait_tensor, tanh)  # captured_2
+return add""",
+    )
+
+
+def waits_of(gm):
+    """Waits: partition and value."""
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    return [(str(get_tag(n)), n.args[0].name) for n in gm.graph.nodes if n.target is wait]
+
+
+def waited_here(x):
+    started = collectives.all_reduce(x.sin(), "sum", GROUP)
+    y = x.cos()
+    return collectives.wait_tensor(started) + y.tanh()
+
+
+def read_unwaited(x):
+    started = collectives.all_reduce(x.sin(), "sum", GROUP)
+    return started.view(2, 2), collectives.wait_tensor(started.tanh())
+
+
+def started_eagerly(x):
+    return collectives.wait_tensor(collectives.all_reduce(x.tanh(), "sum", GROUP)).sin()
+
+
+def returned(x):
+    first, second = collectives.all_gather_into_tensor_coalesced([x.sin(), x.cos()], 2, GROUP)
+    return first, collectives.wait_tensor(second).exp(), x.tanh()
+
+
+def unread(x):
+    first, _ = collectives.all_reduce_coalesced([x.sin(), x.cos()], "sum", GROUP)
+    return collectives.wait_tensor(first).exp()
+
+
+def read_elsewhere(x):
+    first, second = collectives.all_reduce_coalesced([x.sin(), x.cos()], "sum", GROUP)
+    return x.sin().tanh() + collectives.wait_tensor(second) + collectives.wait_tensor(first)
+
+
+@pytest.mark.parametrize(
+    ("fn", "waits"),
+    [
+        (waited_here, [("captured_0", "all_reduce")]),
+        (read_unwaited, [("captured_0", "all_reduce"), ("captured_2", "tanh")]),
+        (started_eagerly, [("eager_0", "all_reduce"), ("captured_1", "wait_tensor_default")]),
+        (returned, [("captured_0", "getitem_1"), ("captured_0", "getitem")]),
+        (unread, [("captured_0", "getitem"), ("captured_0", "getitem_1")]),
+        (
+            read_elsewhere,
+            [
+                *(("captured_0", "getitem"), ("captured_0", "getitem_1")),
+                *(("captured_2", "wait_tensor_default_1"), ("captured_2", "wait_tensor_default")),
+            ],
+        ),
+    ],
+)
+def test_each_result_is_waited_for_where_it_was_started(fn, waits):
+    unsafe = ("aten::tanh", *(["_c10d_functional::all_reduce"] if fn is started_eagerly else []))
+    gm = joined(fn, (4,), unsafe=unsafe)
+    assert waits_of(gm) == waits
+    if fn is returned:
+        assert (
+            gm.graph.output_node().args[0][0].target
+            is torch.ops._c10d_functional.wait_tensor.default
+        )
+
+
+def test_simulated_recordings_communicate_with_nobody():
+    def waits(args):
+        return [collectives.wait_tensor(collectives.all_reduce(args[0] * 2, "sum", GROUP))]
+
+    driver, x = SimulatedDriver(), torch.ones(4)
+    for opaque in (False, True):
+        graph, (out,) = driver.record(waits, [x], opaque=opaque)  # nobody is there to reduce with
+        assert out.shape == x.shape
+        graph.reset()

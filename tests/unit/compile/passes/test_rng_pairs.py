@@ -13,7 +13,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-import cgpass
 from cgpass.compile.passes.base import PassContext, graph_text, run_passes
 from cgpass.compile.passes.own_gradients import OwnGradients
 from cgpass.compile.passes.rng_pairs import (
@@ -196,25 +195,3 @@ def test_what_dtensor_draws_is_saved(compiler):
     forward, backward = split(joint, compiler)
     assert len(calls(forward, op)) == 1
     assert calls(backward, op) == []
-
-
-@pytest.mark.parametrize(
-    ("setting", "compiler"),
-    [
-        ({"activation_memory_budget": 0.2}, "inductor"),
-        ({"aggressive_recomputation": True}, "eager"),
-    ],
-)
-def test_masks_under_a_memory_budget_are_the_forwards(setting, compiler):
-    """Nothing marks what is drawn again, and Inductor makes no CPU kernel of pairs."""
-    options = {"compiler": compiler, "driver": "simulated"}
-    torch.compiler.reset()
-    call = torch.compile(
-        lambda x: F.dropout(torch.exp(x), 0.3), backend=cgpass.cgpass, options=options
-    )
-    with torch._functorch.config.patch(**setting):
-        for _ in range(3):
-            x = torch.randn(64, 64, requires_grad=True)
-            out = call(x)
-            out.sum().backward()
-            assert torch.equal(out != 0, x.grad != 0)
