@@ -1,10 +1,12 @@
 """Reports: what `explain` returns, how they are kept in files, and what changed from one to another."""
 
+import contextlib
 import dataclasses
 import json
 import re
 import types
 import typing
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -81,15 +83,20 @@ class Report(Facts):
             path: Ends in .json for what `load` reads, in .html for a page to look at, in .txt for the text.
 
         Raises:
-            ReportError: Another ending, or the file can't be written.
+            ReportError: Another ending, or the file can't be written; then it is as it was.
         """
         path = Path(path)
         check_place(path)
-        said = WRITERS[path.suffix](self)
+        said, target = WRITERS[path.suffix](self), path.resolve()
+        part = target.with_name(f"cgpass-{uuid.uuid4().hex}.part")  # of this thread alone
         try:
-            path.write_text(said, encoding="utf-8", errors="backslashreplace")
+            part.write_text(said, encoding="utf-8", errors="backslashreplace")
+            part.replace(target)
         except OSError as error:
             raise ReportError(f"{path} can't be written: {error.strerror}") from error
+        finally:  # also where it was interrupted
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
 
     def __str__(self) -> str:
         return text.text(self)
