@@ -31,7 +31,7 @@ _CHANGES: Final = (
     "other parameters require gradients",
     "a flag among the arguments changed",
 )
-"""Causes of one more recording, by the part of the key that differs from the newest one."""
+"""Causes of one more recording, by the part of the key that differs from one like it."""
 _splitting: weakref.WeakSet["GraphedFunction"] = weakref.WeakSet()
 """Those whose backwards leave gradients of weights for later."""
 
@@ -293,8 +293,8 @@ class GraphedFunction:
         self._num_left -= 1
         if self._pairs:
             self.stats.rerecordings += 1
-            each = zip(_CHANGES, next(reversed(self._pairs)), key, strict=True)
-            why = _PENDING if held else next(why for why, was, now in each if was != now)
+            others = [[a != b for a, b in zip(known, key, strict=True)] for known in self._pairs]
+            why = _PENDING if held else _CHANGES[min(others, key=sum).index(True)]
             self.stats.why[f"recorded again: {why}"] += 1
             log.info("%s records again (%d): %s", self.name, self.stats.rerecordings, why)
         pair = Pair(self, owner, key[-1])

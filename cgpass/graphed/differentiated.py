@@ -13,13 +13,15 @@ Note [A backward with explicit saved tensors]
     saved tensors would lose. For that reason hooks are registered afterwards, and not by `saved_tensors_hooks`.
 
     Some nodes don't tell what they saved (autograd functions in C++), and Python code may keep tensors as it likes
-    (`ctx.x = x`, weight gradients that are computed later). What they keep of arguments and results a warm-up finds
-    (`is_secretive`); what else they keep of the pool is found by who owns memory there after a capture. A replay would
+    (`ctx.x = x`, weight gradients that are computed later). What they keep of the arguments a warm-up finds
+    (`keeps_inputs`), and of results, too: memory that somebody else holds as long as the graph is there, and no longer
+    (`users_besides`). What else they keep of the pool is found by who owns memory there after a capture. A replay would
     overwrite it: such a recording shares no memory and serves one call at a time (`Pair._is_alone`).
 """
 
 import contextlib
 import functools
+import gc
 import math
 import sys
 import weakref
@@ -74,8 +76,8 @@ class Differentiated:
         """Of `leaves`, those that the graph leads to, in order."""
         self.added, self.added_later = _Added(), _Added()
         """Members to whose `main_grad` the backward adds, and those to whose it is added later."""
-        self.is_secretive = False
-        """True if something keeps arguments or results that does not tell, as a warm-up finds."""
+        self.keeps_inputs = False
+        """True if something keeps arguments that does not tell, as a warm-up finds."""
         self.recomputes_once = False
         """True if a checkpoint inside is selective: the recording did what it allows once."""
 
@@ -92,7 +94,6 @@ class Differentiated:
         numbers = _positions(distinct)
         self._stand_in_of = [numbers[id(tensor)] for tensor in self._statics.now()]
         """For each name of a member, the number of its stand-in."""
-        del places
         versions = [t._version for t in self.leaves]
         given, kwargs = binding.call(self.leaves[:end], self._flags)
         self._first_node = torch_private.next_number()
@@ -110,6 +111,9 @@ class Differentiated:
             edges = [edge(out) if d.with_grad and out.requires_grad else None for out in outputs]
         self.with_grad = [i for i, each in enumerate(edges) if each is not None]
         self._edges = [edges[i] for i in self.with_grad]
+        for i, leaf in enumerate(self.leaves[:end]):
+            if not _lies_on(leaf, places[i]):
+                raise d.refusal(f"gives {binding.names[i]} new data. Write in place (copy_)")
         written = [i for i, leaf in enumerate(self.leaves) if leaf._version != versions[i]]
         for i in written:
             if i < end and self.leaves[i].requires_grad:
@@ -121,9 +125,7 @@ class Differentiated:
 
     # ---- the graph
 
-    def separate(
-        self, results: Sequence[Any], members: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def separate(self) -> list[torch.Tensor]:
         """Take the saved tensors out of the graph and return them; forget the result.
 
         The same tensor is there once. Arguments are there as copies, since later calls have theirs in the same place.
@@ -158,11 +160,25 @@ class Differentiated:
         saved.clear()  # the graph holds what packs
         copies.clear()
         self.wanted = tuple(sorted(self._reached))
-        if self._warms_up:
-            self.is_secretive = is_opaque or _are_kept(self.leaves, end)
-            known = [*self.leaves[:end], *members]
-            self.is_secretive |= _share_memory([*results, *taken], known)
+        self.keeps_inputs = self._warms_up and (is_opaque or _are_kept(self.leaves, end))
         return taken
+
+    def users_besides(
+        self, results: Sequence[torch.Tensor], saved: Sequence[Any], members: Sequence[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, int]]:
+        """Results whose memory somebody else holds, and how many do; garbage does not count."""
+        known = {t.untyped_storage()._cdata for t in (*self.leaves[: self._num_inputs], *members)}
+        own = Counter(t.untyped_storage()._cdata for t in (*results, *saved) if has_place(t))
+
+        def found() -> list[tuple[torch.Tensor, int]]:
+            numbers = [
+                (t, num_users(t) - own[t.untyped_storage()._cdata]) for t in results if has_place(t)
+            ]
+            return [(t, n) for t, n in numbers if n > 0 and t.untyped_storage()._cdata not in known]
+
+        if found():
+            gc.collect()
+        return found()
 
     def _can_be_taken(self, tensor: Any) -> bool:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or _is_memoryless(tensor):
@@ -279,10 +295,21 @@ class Differentiated:
                 )
         finally:
             self._saved = []
+        self._refuse_own_gradients()
         layouts = {grad.layout for grad in found if grad is not None} - {torch.strided}
         if layouts:
             raise self._d.refusal(f"has gradients of layout {layouts.pop()}. Make them dense")
         return _apart(found, taken)
+
+    def _refuse_own_gradients(self) -> None:
+        """Refuse a backward that adds to `.grad` by itself, as by `torch.autograd.backward` inside."""
+        names = dict(zip(self._stand_in_of, self._statics.names, strict=True))
+        for n, stand_in in enumerate(self.leaves[self._num_inputs :]):
+            if stand_in.grad is not None:
+                raise self._d.refusal(
+                    f"adds to {names[n]}.grad in its backward, and a replay would not. Return the gradient, as "
+                    "torch.autograd.grad gives it"
+                )
 
     def _placed(self, members: Sequence[torch.Tensor]) -> "_Placed":
         stand_ins = self.leaves[self._num_inputs :]
@@ -362,9 +389,13 @@ class _Placed(Mode):
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         now = self._statics.held() if kind is None else self._held
+        lie = {
+            id(t): _lies_on(t, place)
+            for t, place in zip(self._stand_ins, self._places, strict=True)
+        }
         super().__exit__(kind, *error)
         each = zip(self._statics.names, now, self._held, strict=True)
-        names = [name for name, tensor, held in each if tensor is not held]
+        names = [name for name, tensor, held in each if tensor is not held or not lie[id(held)]]
         if names:
             raise self._refusal(
                 f"assigns a new tensor to {', '.join(names)} when it runs, and a replay would not. Write in place, as in "
@@ -419,15 +450,18 @@ def _are_kept(tensors: Sequence[torch.Tensor], count: int) -> bool:
     )
 
 
-def _share_memory(tensors: Sequence[Any], known: Sequence[torch.Tensor]) -> bool:
-    """Tell whether something else holds memory of some tensors, but for that of known ones."""
+def _lies_on(tensor: torch.Tensor, place: torch.Tensor) -> bool:
+    """Tell whether a stand-in still has the memory that it was given, or was emptied."""
+    same = tensor.untyped_storage()._cdata == place.untyped_storage()._cdata
+    return same or not tensor.numel()
+
+
+def num_users(tensor: torch.Tensor) -> int:
+    """Count tensors on a tensor's memory, itself included."""
     alone = torch.empty(1, device="cpu")
-    own = Counter(t.untyped_storage()._cdata for t in (alone, *tensors) if has_place(t))
     count = torch_private.storage_use_count
     more = count(alone.untyped_storage()._cdata) - 1
-    for each in known:
-        own.pop(each.untyped_storage()._cdata, None)
-    return any(count(storage) > users + more for storage, users in own.items())
+    return count(tensor.untyped_storage()._cdata) - more
 
 
 def _holders(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:

@@ -13,6 +13,7 @@ Note [Autograd's engine and captures]
 """
 
 import contextlib
+import gc
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.compile.facts.lines import at, is_users
 from cgpass.errors import CaptureError, CGPassError, GraphedBackwardError, StaticInputMovedError
 from cgpass.graphed.binding import Structure, firsts
-from cgpass.graphed.differentiated import Differentiated
+from cgpass.graphed.differentiated import Differentiated, num_users
 from cgpass.options import current_defaults
 from cgpass.recompute.states import CheckpointStates
 from cgpass.runtime import fast
@@ -92,6 +93,8 @@ class Pair:
         """The `Structure` of the last run's result."""
         self._states = CheckpointStates(owner.driver.device, d.options.rng_tracker)
         self._recordings: dict[str, Recording] = {}
+        self._kept_results: list[tuple[torch.Tensor, int]] = []
+        """Results of the warm-up that runs whose memory somebody else holds, and how many do."""
         self._homes: dict[int, tuple[int, int]] = {}
         """Saved tensors of the forward's own memory: which of its tensors they are, and which of `_kept` they lie in."""
         self._is_alone = d.makes_weight_grads is not None
@@ -113,10 +116,18 @@ class Pair:
             number += 1
             self._forward(run, _copies)
             self._backward(run, warms_up=True)
+            del self.graph  # which holds arguments
+            self._find_kept_results()
             d.stats.warmups += 1
             if not d.statics.unchanged():  # by a first call
                 d.find_statics()
-        del self.graph  # which holds arguments
+
+    def _find_kept_results(self) -> None:
+        """See if results of a warm-up were held by its graph, which is gone: then fewer hold them now."""
+        kept, self._kept_results = self._kept_results, []
+        if kept:
+            gc.collect()
+        self._is_alone |= any(num_users(result) - 1 < before for result, before in kept)
 
     def record_forward(self) -> None:
         """Record the forward, and hold what it made as a call does, which leaves all as it was."""
@@ -153,13 +164,14 @@ class Pair:
                 raise d.refusal(f"returns {why}")
             self.structure = structure
             num_results = len(outputs)
-            return [*outputs, *graph.separate(outputs, args[len(samples) :])]
+            return [*outputs, *graph.separate()]
 
         kinds = [InputKind.COPIED] * len(samples) + [InputKind.STATIC] * len(members)
         outputs = execute(fn, [*samples, *members], kinds, "forward")
         results, saved = outputs[:num_results], outputs[num_results:]
         self._held = results, saved, members
-        self._is_alone |= self.graph.is_secretive
+        self._is_alone |= self.graph.keeps_inputs
+        self._kept_results = self.graph.users_besides(results, saved, members) if warms_up else []
         self._end_saved = len(saved)
         self._end_members = len(saved) + len(members)
         if not warms_up:

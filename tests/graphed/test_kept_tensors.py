@@ -126,6 +126,29 @@ def test_a_result_that_is_kept_and_calls_without_gradients(setting):
     same_grads(module, plain)
 
 
+class HasConstants(torch.nn.Module):
+    """Keeps tensors that nobody named, and what it returned last."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.inner = net()
+        self.scale = torch.full((8,), 0.5, device=device)
+        self.log = {}
+
+    def forward(self, x):
+        found = self.inner(x) * self.scale
+        self.log["found"] = found.detach()
+        self.log["itself"] = self.log
+        return found
+
+
+def test_constants_and_logs_are_nothing_that_a_backward_keeps(setting):
+    module, plain = twins(setting, HasConstants(setting.device))
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    check(setting, [(module, plain)], [(graphed, plain)] * 3, (1, 2, 3, -3, -2, -1))
+    assert (graphed.graphed.stats.rerecordings, graphed.graphed.stats.plain_calls) == (0, 0)
+
+
 def moved():
     return torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor)
 
@@ -223,7 +246,8 @@ def test_what_a_graph_saved_is_held_by_nobody_else(setting):
     x = setting.randn(4, grad=True)
     graphed = setting.graphed(lambda x: (x * x).sin(), (x,))
     run = Differentiated(graphed, (), warms_up=False)
-    saved = run.separate(run.forward([x]), [])
+    run.forward([x])
+    saved = run.separate()
     refs = [torch.multiprocessing.reductions.StorageWeakRef(t.untyped_storage()) for t in saved]
     del saved
     assert [ref.expired() for ref in refs] == [True, True]

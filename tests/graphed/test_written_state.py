@@ -109,3 +109,58 @@ def test_buffers_that_are_assigned_anew_are_refused(setting, form):
         )
     assert module.count is before
     assert before.item() == 0
+
+
+def gives_weight(module, x):
+    weight = module.inner.weight
+    weight.data = torch.nn.functional.normalize(weight.data, dim=1)
+    return module.inner(x)
+
+
+def gives_buffer(module, x):
+    module.count.set_(module.count + 1)
+    return module.inner(x) * module.count
+
+
+def gives_argument(module, x):
+    x.data = x.data * 2
+    return module.inner(x)
+
+
+class AddsToGrad(torch.autograd.Function):
+    """A checkpoint of one's own: its backward runs autograd, which adds to the weights' `.grad`."""
+
+    @staticmethod
+    def forward(ctx, x, fn):
+        ctx.x, ctx.fn = x.detach(), fn
+        return fn(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.x.requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.fn(x), grad)
+        return x.grad, None
+
+
+NOT_REPLAYED = {
+    "a weight's data": (gives_weight, r"assigns a new tensor to inner\.weight"),
+    "a buffer's memory": (gives_buffer, "assigns a new tensor to count"),
+    "an argument's data": (gives_argument, r"gives args\[0\] new data"),
+    "a gradient": (
+        lambda module, x: AddsToGrad.apply(x, module.inner),
+        r"adds to inner\.(weight|bias)\.grad in its backward",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NOT_REPLAYED)
+def test_what_a_replay_would_not_do_is_refused(setting, what):
+    run, match = NOT_REPLAYED[what]
+
+    class Module(Assigns):
+        def forward(self, x):
+            return run(self, x)
+
+    with pytest.raises(cgpass.errors.GraphedArgumentError, match=match):
+        setting.graphed(setting.module(Module()), (setting.randn(4, 8, grad=True),))
