@@ -141,7 +141,7 @@ class TrainStep:
         >>> step = cgpass.train_step(lambda x: model(x).square().mean(), optimizer, max_norm=1.0)
         >>> losses = [step(torch.ones(4, 8)) for _ in range(5)]
         >>> step.later_calls, step.graph_calls, step.grad_norm > 0
-        (4, 4, tensor(True))
+        (4, 3, tensor(True))
         >>> step.calls, step.whole_calls, step.in_pieces["the first call of a variant"]
         (5, 4, 1)
         >>> step.flush()  # no call waits for others, as with `accumulate`
@@ -203,8 +203,8 @@ class TrainStep:
 
     @property
     def graph_calls(self) -> int:
-        """Calls as a whole but for those without the graph; warm-ups count if few, and something was recorded."""
-        return self._counts.graph_calls
+        """Calls that were one graph: those as a whole, but for warm-ups and others without the graph."""
+        return self._counts.counted()[2]
 
     @property
     def grad_norm(self) -> torch.Tensor | None:

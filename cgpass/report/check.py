@@ -27,7 +27,7 @@ def verdict(report: Facts, least: float) -> tuple[bool, str]:
         ran = f"{many(work, 'operator')} that compiled code ran after its warm-ups"
         said.append(f"{captured} of the {ran} were captured")
     if steps:
-        later = f"{many(steps, 'training step')} after first ones"
+        later = f"{many(steps, 'training step')} after first ones and warm-ups"
         said.append(f"{share(whole, steps)} of {later} were one graph")
     if said:
         said[-1] += f", {share(least, 1)} required"
@@ -76,7 +76,7 @@ def run_script(script: str, args: Sequence[str], *, module: bool = False) -> int
         if module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         elif os.path.exists(script):
-            runpy.run_path(script, run_name="__main__")
+            runpy.run_path(os.path.abspath(script), run_name="__main__")
         else:
             raise ReportError(f"there is no script {script!r} to check")
     except SystemExit as exit_:

@@ -88,7 +88,7 @@ class Facts:
     whole_steps: int = 0
     """Calls of training steps that were one graph."""
     steps: int = 0
-    """Calls of training steps, but for each one's first."""
+    """Calls of training steps, but for first ones and warm-ups."""
     counters: dict[str, int] = field(default_factory=dict)
     """The growth of `cgpass.counters()`."""
     native: str | None = None

@@ -105,7 +105,7 @@ def facts(report: Facts) -> Iterator[str]:
             f"({ratio:.2f} times as long)"
         )
     if report.steps:
-        yield f"{report.whole_steps} of {many(report.steps, 'training step')} after first ones were one graph"
+        yield f"{report.whole_steps} of {many(report.steps, 'training step')} after first ones and warm-ups were one graph"
     grown = report.counters
     if report.graphs:
         yield (

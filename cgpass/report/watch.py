@@ -85,8 +85,12 @@ def _report(
     others = {
         each: [now - then for now, then in zip(counts, was, strict=True)]
         for each, counts in after.others.items()
-        if (was := before.others.get(each, (0, 0, 0)))[0] < counts[0]
+        if (was := before.others.get(each, (0,) * 5))[0] < counts[0]
     }
+    steps = [
+        (whole, later - excused({"calls": calls, "warmups": warmups, "recordings": recordings}))
+        for calls, later, whole, warmups, recordings in others.values()
+    ]
     pools = [n for owner in owners(before) if (n := owner.driver.pool_bytes()) is not None]
     on_cuda = torch.cuda.is_initialized()  # asking for the name would do that
     simulated = "simulated" in ({g.driver for g in graphs} - {None} or {current_defaults().driver})
@@ -101,9 +105,9 @@ def _report(
         left_to_eager=tuple(dict.fromkeys(left)),
         graph_breaks=counted(r for r in met if r.rest is None and place_of(r.line) not in known),
         recompilations=tuple(r for r in recompiled(notes) if place_of(r.line) not in known),
-        others=tuple(telemetry.told(each, calls) for each, (calls, _, _) in others.items()),
-        whole_steps=sum(whole for _, whole, _ in others.values()),
-        steps=sum(later for _, _, later in others.values()),
+        others=tuple(telemetry.told(each, counts[0]) for each, counts in others.items()),
+        whole_steps=sum(whole for whole, _ in steps),
+        steps=sum(later for _, later in steps),
         counters=telemetry.grown(after.counters, before.counters),
         native=native.loader.status,
         pool_bytes=sum(pools) if pools else None,

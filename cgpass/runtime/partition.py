@@ -339,8 +339,10 @@ class PartitionRunner:
     def _unrecorded(
         self, args: list[Any], shape: ShapeKey, found: Found, key: bytes, seen: Seen | None
     ) -> Plain:
-        """Row 6: run without a graph. Up to three keys were seen from now on: the call's, that of a next one at these
-        places, and that of one for which all that moves is copied.
+        """Row 6: run without a graph.
+
+        Three keys were seen from now on: the call's, that of a next one at these places, and that of one for which all
+        that moves is copied.
         """
         table, inputs = self.table, self._inputs
         if found.code == "not_in_the_pool":
@@ -556,6 +558,8 @@ class PartitionRunner:
         self.notes.append(note)
         self.stats.recordings += 1
         self.stats.rerecordings += note.cause == "moved"
+        if isinstance(self.stats, ByHand) and note.cause != "first":
+            self.stats.why[f"recorded again: {note.detail}"] += 1
         log.info("%s: recording %d made: %s", self.name, self.stats.recordings, note.detail)
         number, partition = self.stats.recordings, self._traced_as
         told = {"partition": partition, "function": self.source.place, "recording": number}

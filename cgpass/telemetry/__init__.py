@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from cgpass.telemetry.reason import CallReasons, Noted, excused, many
+from cgpass.telemetry.reason import CallReasons, Noted, many
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, RecordingNote
 
 FIRST_CALL: Final = "the first call of a variant"
@@ -74,7 +74,10 @@ class ByHand(CallStats):
     why: Counter[str] = field(default_factory=Counter)
     """Calls without a graph, where `reasons` has none, and further recordings, with causes."""
     reasons: CallReasons | None = None
-    graph_calls = later_calls = 0
+
+    def counted(self) -> tuple[int, ...]:
+        """Its calls, of which none are training steps."""
+        return self.calls, 0, 0, 0, 0
 
     def explain(self) -> str:
         """Describe its calls."""
@@ -109,12 +112,14 @@ class Variant(PartitionRun):
 
     def explain(self) -> str:
         """Describe its calls, and its graph's inputs."""
-        stats = self.stats
+        stats, again = self.stats, Counter(n.detail for n in self.notes if n.cause != "first")
         about = (
             f"{'one graph' if self.is_one else 'a graph of the update'}, recorded {many(stats.recordings, 'time')} and "
             f"replayed {many(stats.replays, 'time')}: {self.reads}"
         )
-        return "\n".join(f"  {each}" for each in (about, *self.reasons.told(counts_of(stats))))
+        causes = [f"{count} recorded again: {why}" for why, count in again.most_common()]
+        causes += map(str, self.reasons.told(counts_of(stats)))
+        return "\n".join(f"  {each}" for each in (about, *causes))
 
 
 @dataclass(eq=False)
@@ -132,12 +137,11 @@ class StepCalls:
         """Calls but for the first of each variant, and those that raised."""
         return self.calls - self.in_pieces[FIRST_CALL] - self.in_pieces[RAISED]
 
-    @property
-    def graph_calls(self) -> int:
-        """Calls as a whole but for those without the graph."""
-        counts = [counts_of(each.stats) for each in self.variants if each.is_one]
-        excuses = sum(excused(each) for each in counts if each["recordings"])
-        return self.whole_calls + excuses - sum(c["plain_calls"] + c["warmups"] for c in counts)
+    def counted(self) -> tuple[int, ...]:
+        """Calls, all but first ones; of these replays and warm-ups of whole steps; recordings."""
+        ones = [each.stats for each in self.variants if each.is_one]
+        totals = [sum(getattr(s, n) for s in ones) for n in ("replays", "warmups", "recordings")]
+        return self.calls, self.later_calls, *totals
 
     def explain(self) -> str:
         """Describe its calls, a line each."""
@@ -177,8 +181,8 @@ class Moment:
     calls: Mapping[Graph, int] = field(default_factory=dict)
     parts: Mapping[tuple[Graph, str], tuple[dict[str, int], Noted]] = field(default_factory=dict)
     """Counts of captured partitions and what was noted of their calls, by graph and name."""
-    others: Mapping[ByHand | StepCalls, tuple[int, int, int]] = field(default_factory=dict)
-    """Of training steps and what was graphed by hand: calls, those that were one graph, and all but first ones."""
+    others: Mapping[ByHand | StepCalls, tuple[int, ...]] = field(default_factory=dict)
+    """Of training steps and what was graphed by hand: see `StepCalls.counted`."""
 
 
 @dataclass
@@ -280,18 +284,14 @@ def now() -> Moment:
         for name, part in graph.parts.items()
     }
     calls = {graph: graph.tally.calls for graph in graphs()}
-    others = {
-        each: (each.calls, each.graph_calls, each.later_calls)
-        for each in registry.counts
-        if isinstance(each, ByHand | StepCalls)
-    }
-    return Moment(counters(), calls, parts, others)
+    others = [each for each in registry.counts if isinstance(each, ByHand | StepCalls)]
+    return Moment(counters(), calls, parts, {each: each.counted() for each in others})
 
 
 def told(other: ByHand | StepCalls, calls: int) -> str:
     """Describe a training step, or what was graphed by hand, and how many of its calls a report is about."""
-    some = f"\n  {calls} of these calls ran since this report began"
-    return other.explain() + some * (calls < other.calls)
+    since = f"\n  {calls} of these calls ran since this report began" if calls < other.calls else ""
+    return other.explain() + since
 
 
 def named(record: logging.LogRecord) -> bool:

@@ -558,14 +558,14 @@ def test_training_steps_that_end_are_told_of_and_no_block_keeps_their_model():
             weight = trial(6)
         gc.collect()
         assert weight() is None
-    assert (inner.whole_steps, inner.steps) == (outer.whole_steps, outer.steps) == (5, 5)
+    assert (inner.whole_steps, inner.steps) == (outer.whole_steps, outer.steps) == (4, 4)
     assert "  one graph, recorded 1 time and replayed 4 times: reads " in outer.others[0]
     assert "6 calls, 5 as a whole" in cgpass.summary()
     cgpass.reset()
     assert "train_step" not in cgpass.summary()
     with cgpass.explain() as report:
         trial(2)
-    assert (report.whole_steps, report.steps) == (0, 1), "nothing was recorded"
+    assert (report.whole_steps, report.steps) == (0, 0), "nothing was recorded"
 
 
 def test_a_backward_that_waits_finds_parameters_as_they_were():
