@@ -198,13 +198,13 @@ class TrainStep:
 
     @property
     def later_calls(self) -> int:
-        """Calls but for the first of each variant, which runs in pieces, and those that raised."""
+        """Calls but for the first of each variant, which runs in pieces, those that accumulate, and those that raised."""
         return self._counts.later_calls
 
     @property
     def graph_calls(self) -> int:
         """Calls that were one graph: those as a whole, but for warm-ups and others without the graph."""
-        return self._counts.counted()[2]
+        return self._counts.counted().get("replays", 0)
 
     @property
     def grad_norm(self) -> torch.Tensor | None:

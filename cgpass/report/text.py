@@ -175,8 +175,7 @@ def events(where: str, part: PartitionReport) -> Iterator[tuple[float, Reason]]:
     if rescues := part.counts.get("rescues", 0):
         copied = size(part.counts.get("rescued_bytes", 0))
         held = f"outputs still referenced were copied {many(rescues, 'time')} ({copied})"
-        # last: a copy is cheap beside a recording
-        yield 0, _at(part.returned_at, where, "rescues", held, _DROP)
+        yield 0, _at(part.returned_at, where, "rescues", held, _DROP)  # cheap beside a recording
 
 
 def _at(line: str | None, where: str, code: str, detail: str, fix: str) -> Reason:
@@ -289,7 +288,7 @@ def table(graph: GraphReport) -> Iterator[str]:
 
 def _facts(part: PartitionReport) -> Iterator[str]:
     """Say where a captured partition's inputs and outputs lie."""
-    if part.copied_inputs:
+    if part.copied_inputs and part.replays:
         copied = [f"{each.name} ({size(each.num_bytes)})" for each in part.copied_inputs]
         total = sum(each.num_bytes for each in part.copied_inputs) * part.replays
         which = "every replay" if total == part.counts.get("copied_bytes") else "the last replay"

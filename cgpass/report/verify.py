@@ -57,9 +57,9 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
             lambda graph: [each.wrap(self._wrapped, self) for each in watch.live([graph])], self
         )
 
-    def _tell_of_others(self, before: Mapping[Any, tuple[int, ...]]) -> None:
+    def _tell_of_others(self, before: Mapping[Any, dict[str, int]]) -> None:
         for each, counts in telemetry.now().others.items():
-            if counts[0] > before.get(each, (0,))[0]:
+            if counts != before.get(each) and counts["calls"]:
                 log.warning(_NOT, each.name, "only compiled functions are compared")
 
     def _wrapped(self, step: Step, run: Run) -> Run:

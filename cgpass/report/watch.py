@@ -9,7 +9,7 @@ import random
 import statistics
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -83,14 +83,10 @@ def _report(
     left += [r for r in met if r.rest is not None and (r.line, r.detail) not in told]
     known = {place_of(each.line or each.rest) for each in left}
     others = {
-        each: [now - then for now, then in zip(counts, was, strict=True)]
-        for each, counts in after.others.items()
-        if (was := before.others.get(each, (0,) * 5))[0] < counts[0]
+        each: telemetry.grown(n, before.others.get(each, {})) for each, n in after.others.items()
     }
-    steps = [
-        (whole, later - excused({"calls": calls, "warmups": warmups, "recordings": recordings}))
-        for calls, later, whole, warmups, recordings in others.values()
-    ]
+    others = {each: counts for each, counts in others.items() if counts["calls"]}
+    steps = [Counter(counts) for counts in others.values() if "later" in counts]
     pools = [n for owner in owners(before) if (n := owner.driver.pool_bytes()) is not None]
     on_cuda = torch.cuda.is_initialized()  # asking for the name would do that
     simulated = "simulated" in ({g.driver for g in graphs} - {None} or {current_defaults().driver})
@@ -105,9 +101,9 @@ def _report(
         left_to_eager=tuple(dict.fromkeys(left)),
         graph_breaks=counted(r for r in met if r.rest is None and place_of(r.line) not in known),
         recompilations=tuple(r for r in recompiled(notes) if place_of(r.line) not in known),
-        others=tuple(telemetry.told(each, counts[0]) for each, counts in others.items()),
-        whole_steps=sum(whole for whole, _ in steps),
-        steps=sum(later for _, later in steps),
+        others=tuple(telemetry.told(each, counts["calls"]) for each, counts in others.items()),
+        whole_steps=sum(counts["replays"] for counts in steps),
+        steps=sum(counts["later"] - excused(counts) for counts in steps),
         counters=telemetry.grown(after.counters, before.counters),
         native=native.loader.status,
         pool_bytes=sum(pools) if pools else None,

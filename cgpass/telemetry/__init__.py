@@ -14,7 +14,8 @@ from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, Recording
 
 FIRST_CALL: Final = "the first call of a variant"
 RAISED: Final = "the call raised an error"
-"""Why calls of training steps run in pieces that are none to judge it by."""
+NOT_JUDGED: Final = (FIRST_CALL, RAISED, "accumulate=")
+"""Beginnings of why calls of training steps run in pieces that are none to judge it by."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,10 +76,6 @@ class ByHand(CallStats):
     """Calls without a graph, where `reasons` has none, and further recordings, with causes."""
     reasons: CallReasons | None = None
 
-    def counted(self) -> tuple[int, ...]:
-        """Its calls, of which none are training steps."""
-        return self.calls, 0, 0, 0, 0
-
     def explain(self) -> str:
         """Describe its calls."""
         counted = f"{many(self.recordings, 'recording')}, {many(self.calls, 'call')}"
@@ -118,8 +115,7 @@ class Variant(PartitionRun):
             f"replayed {many(stats.replays, 'time')}: {self.reads}"
         )
         causes = [f"{count} recorded again: {why}" for why, count in again.most_common()]
-        causes += map(str, self.reasons.told(counts_of(stats)))
-        return "\n".join(f"  {each}" for each in (about, *causes))
+        return "\n".join(f"  {x}" for x in (about, *causes, *self.reasons.told(counts_of(stats))))
 
 
 @dataclass(eq=False)
@@ -134,14 +130,15 @@ class StepCalls:
 
     @property
     def later_calls(self) -> int:
-        """Calls but for the first of each variant, and those that raised."""
-        return self.calls - self.in_pieces[FIRST_CALL] - self.in_pieces[RAISED]
+        """Calls but for the first of each variant, those that accumulate, and those that raised."""
+        return self.calls - sum(
+            n for why, n in self.in_pieces.items() if why.startswith(NOT_JUDGED)
+        )
 
-    def counted(self) -> tuple[int, ...]:
-        """Calls, all but first ones; of these replays and warm-ups of whole steps; recordings."""
-        ones = [each.stats for each in self.variants if each.is_one]
-        totals = [sum(getattr(s, n) for s in ones) for n in ("replays", "warmups", "recordings")]
-        return self.calls, self.later_calls, *totals
+    def counted(self) -> dict[str, int]:
+        """Return the counts of whole steps, all calls, and `later` ones."""
+        totals = sum((Counter(counts_of(v.stats)) for v in self.variants if v.is_one), Counter())
+        return dict(totals) | {"calls": self.calls, "later": self.later_calls}
 
     def explain(self) -> str:
         """Describe its calls, a line each."""
@@ -181,8 +178,8 @@ class Moment:
     calls: Mapping[Graph, int] = field(default_factory=dict)
     parts: Mapping[tuple[Graph, str], tuple[dict[str, int], Noted]] = field(default_factory=dict)
     """Counts of captured partitions and what was noted of their calls, by graph and name."""
-    others: Mapping[ByHand | StepCalls, tuple[int, ...]] = field(default_factory=dict)
-    """Of training steps and what was graphed by hand: see `StepCalls.counted`."""
+    others: Mapping[ByHand | StepCalls, dict[str, int]] = field(default_factory=dict)
+    """Of what was graphed by hand, and training steps, whose `later` calls are counted, too."""
 
 
 @dataclass
@@ -284,8 +281,9 @@ def now() -> Moment:
         for name, part in graph.parts.items()
     }
     calls = {graph: graph.tally.calls for graph in graphs()}
-    others = [each for each in registry.counts if isinstance(each, ByHand | StepCalls)]
-    return Moment(counters(), calls, parts, {each: each.counted() for each in others})
+    others = {each: each.counted() for each in registry.counts if isinstance(each, StepCalls)}
+    others |= {each: counts_of(each) for each in registry.counts if isinstance(each, ByHand)}
+    return Moment(counters(), calls, parts, others)
 
 
 def told(other: ByHand | StepCalls, calls: int) -> str:
