@@ -112,7 +112,7 @@ class Differentiated:
         self.with_grad = [i for i, each in enumerate(edges) if each is not None]
         self._edges = [edges[i] for i in self.with_grad]
         for i, leaf in enumerate(self.leaves[:end]):
-            if not _lies_on(leaf, places[i]):
+            if self._warms_up and _loses_data(leaf, places[i]):
                 raise d.refusal(f"gives {binding.names[i]} new data. Write in place (copy_)")
         written = [i for i, leaf in enumerate(self.leaves) if leaf._version != versions[i]]
         for i in written:
@@ -314,7 +314,8 @@ class Differentiated:
     def _placed(self, members: Sequence[torch.Tensor]) -> "_Placed":
         stand_ins = self.leaves[self._num_inputs :]
         held = [stand_ins[n] for n in self._stand_in_of]
-        return _Placed(self._statics, self._d.refusal, held, stand_ins, members)
+        checks = self._warms_up
+        return _Placed(self._statics, self._d.refusal, held, stand_ins, members, checks)
 
     def _no_autocast(self) -> torch.autocast:
         return torch.autocast(self._d.binding.device.type, enabled=False)
@@ -369,9 +370,11 @@ class _Placed(Mode):
         held: Sequence[torch.Tensor],
         stand_ins: Sequence[torch.Tensor],
         places: Sequence[torch.Tensor],
+        checks: bool,
     ) -> None:
+        """Refuse new values that a replay would lose, if it `checks`: that reads them on the host."""
         super().__init__()
-        self._statics, self._refusal, self._held = statics, refusal, held
+        self._statics, self._refusal, self._held, self._checks = statics, refusal, held, checks
         self._stand_ins, self._places = stand_ins, places
         self._before = statics.held()
 
@@ -389,13 +392,13 @@ class _Placed(Mode):
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         now = self._statics.held() if kind is None else self._held
-        lie = {
-            id(t): _lies_on(t, place)
-            for t, place in zip(self._stand_ins, self._places, strict=True)
-        }
+        lost = set[int]()
+        if kind is None and self._checks:
+            stand_ins = zip(self._stand_ins, self._places, strict=True)
+            lost = {id(each) for each, place in stand_ins if _loses_data(each, place)}
         super().__exit__(kind, *error)
         each = zip(self._statics.names, now, self._held, strict=True)
-        names = [name for name, tensor, held in each if tensor is not held or not lie[id(held)]]
+        names = [name for name, tensor, held in each if tensor is not held or id(held) in lost]
         if names:
             raise self._refusal(
                 f"assigns a new tensor to {', '.join(names)} when it runs, and a replay would not. Write in place, as in "
@@ -450,10 +453,11 @@ def _are_kept(tensors: Sequence[torch.Tensor], count: int) -> bool:
     )
 
 
-def _lies_on(tensor: torch.Tensor, place: torch.Tensor) -> bool:
-    """Tell whether a stand-in still has the memory that it was given, or was emptied."""
-    same = tensor.untyped_storage()._cdata == place.untyped_storage()._cdata
-    return same or not tensor.numel()
+def _loses_data(tensor: torch.Tensor, place: torch.Tensor) -> bool:
+    """Tell whether a stand-in was given other values by new memory: cuDNN's RNNs move weights, which is none."""
+    if not tensor.numel() or tensor.untyped_storage()._cdata == place.untyped_storage()._cdata:
+        return False
+    return tensor.shape != place.shape or not torch.equal(tensor, place)
 
 
 def num_users(tensor: torch.Tensor) -> int:

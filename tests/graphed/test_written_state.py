@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import cgpass
-from tests.graphed.steps import same, step, twins
+from tests.graphed.steps import same, same_grads, step, twins
 from tests.usage.programs import state
 
 
@@ -164,3 +164,26 @@ def test_what_a_replay_would_not_do_is_refused(setting, what):
 
     with pytest.raises(cgpass.errors.GraphedArgumentError, match=match):
         setting.graphed(setting.module(Module()), (setting.randn(4, 8, grad=True),))
+
+
+class Moves(Assigns):
+    """As cuDNN's RNNs, whose weights are made one piece of memory."""
+
+    def forward(self, x):
+        for each in self.inner.parameters():
+            each.data = each.data.clone()
+        return self.inner(x)
+
+
+def test_members_that_only_move_are_no_new_values(setting):
+    module, plain = twins(setting, Moves())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    for _ in range(3):
+        x = setting.randn(4, 8)
+        for fn in (graphed, plain):
+            fn(x).square().sum().backward()
+        same_grads(module, plain)
+        with torch.no_grad():
+            for each in (module, plain):
+                each.inner.weight.mul_(0.9)
+    assert graphed.graphed.stats.plain_calls == 0
