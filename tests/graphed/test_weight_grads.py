@@ -5,6 +5,7 @@ import torch
 
 import cgpass
 from tests.graphed.steps import graphed_twins, same, same_grads, twins
+from tests.graphed.test_saved import Fused as FusedGradient
 
 
 class _Input(torch.autograd.Function):
@@ -500,20 +501,13 @@ def test_graphs_that_are_freed_before_the_weights_gradients(setting):
     same_grads(module, plain)
 
 
-class _Accumulates(torch.autograd.Function):
-    """Adds to `main_grad`, something of its own, too, and says so, as fused layers of Megatron's do."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
+class _Accumulates(FusedGradient):
+    """Adds something of its own to `main_grad`, too."""
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        weight.main_grad.add_(grad.t() @ x + 0.5)
-        weight.grad_added_to_main_grad = True
-        return grad @ weight, torch.zeros_like(weight)
+        ctx.saved_tensors[1].main_grad.add_(0.5)
+        return FusedGradient.backward(ctx, grad)
 
 
 class Accumulates(torch.nn.Module):
