@@ -76,6 +76,7 @@ class Differentiated:
         """Of `leaves`, those that the graph leads to, in order."""
         self.added, self.added_later = _Added(), _Added()
         """Members to whose `main_grad` the backward adds, and those to whose it is added later."""
+        self._token = _IsAlive()
         self.keeps_inputs = False
         """True if something keeps arguments that does not tell, as a warm-up finds."""
         self.recomputes_once = False
@@ -109,8 +110,11 @@ class Differentiated:
             edge = torch.autograd.graph.get_gradient_edge
             # while stand-ins have their sizes: one may be a result
             edges = [edge(out) if d.with_grad and out.requires_grad else None for out in outputs]
+            self._refuse_own_gradients("when it runs")
         self.with_grad = [i for i, each in enumerate(edges) if each is not None]
         self._edges = [edges[i] for i in self.with_grad]
+        for edge in self._edges:
+            edge.node.metadata[_IsAlive] = self._token
         for i, leaf in enumerate(self.leaves[:end]):
             if self._warms_up and _loses_data(leaf, places[i]):
                 raise d.refusal(f"gives {binding.names[i]} new data. Write in place (copy_)")
@@ -295,21 +299,26 @@ class Differentiated:
                 )
         finally:
             self._saved = []
-        self._refuse_own_gradients()
+        self._refuse_own_gradients("in its backward")
         layouts = {grad.layout for grad in found if grad is not None} - {torch.strided}
         if layouts:
             raise self._d.refusal(f"has gradients of layout {layouts.pop()}. Make them dense")
         return _apart(found, taken)
 
-    def _refuse_own_gradients(self) -> None:
-        """Refuse a backward that adds to `.grad` by itself, as by `torch.autograd.backward` inside."""
-        names = dict(zip(self._stand_in_of, self._statics.names, strict=True))
-        for n, stand_in in enumerate(self.leaves[self._num_inputs :]):
-            if stand_in.grad is not None:
+    def _refuse_own_gradients(self, when: str) -> None:
+        """Refuse what adds to `.grad` by itself, as by `torch.autograd.backward` inside."""
+        end, names = self._num_inputs, dict(enumerate(self._d.binding.names))
+        names |= {end + n: k for n, k in zip(self._stand_in_of, self._statics.names, strict=True)}
+        for n, leaf in enumerate(self.leaves):
+            if leaf.grad is not None:
                 raise self._d.refusal(
-                    f"adds to {names[n]}.grad in its backward, and a replay would not. Return the gradient, as "
+                    f"adds to {names[n]}.grad {when}, and a replay would not. Return the gradient, as "
                     "torch.autograd.grad gives it"
                 )
+
+    def alive(self) -> "weakref.ref[_IsAlive]":
+        """Return what tells whether the graph is there once this is gone."""
+        return weakref.ref(self._token)
 
     def _placed(self, members: Sequence[torch.Tensor]) -> "_Placed":
         stand_ins = self.leaves[self._num_inputs :]
@@ -336,6 +345,10 @@ class Differentiated:
             for stand_in in stand_ins:
                 stand_in.grad = None
         return found
+
+
+class _IsAlive:
+    """Metadata of nodes: it is there as long as they are."""
 
 
 class _Added:

@@ -16,6 +16,7 @@ import contextlib
 import gc
 import traceback
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,18 +117,23 @@ class Pair:
             number += 1
             self._forward(run, _copies)
             self._backward(run, warms_up=True)
+            graph_is_alive = self.graph.alive()
             del self.graph  # which holds arguments
-            self._find_kept_results()
+            self._find_kept_results(graph_is_alive)
             d.stats.warmups += 1
             if not d.statics.unchanged():  # by a first call
                 d.find_statics()
 
-    def _find_kept_results(self) -> None:
-        """See if results of a warm-up were held by its graph, which is gone: then fewer hold them now."""
+    def _find_kept_results(self, graph_is_alive: Callable[[], object]) -> None:
+        """See if results of a warm-up were held by its graph: then fewer hold them now. One that stays may hold them."""
         kept, self._kept_results = self._kept_results, []
         if kept:
             gc.collect()
-        self._is_alone |= any(num_users(result) - 1 < before for result, before in kept)
+            own = Counter(result.untyped_storage()._cdata for result, _ in kept)
+            self._is_alone |= graph_is_alive() is not None or any(
+                num_users(result) - own[result.untyped_storage()._cdata] < before
+                for result, before in kept
+            )
 
     def record_forward(self) -> None:
         """Record the forward, and hold what it made as a call does, which leaves all as it was."""

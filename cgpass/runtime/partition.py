@@ -6,8 +6,8 @@ Note [What a call does]
 
     1   it is inside somebody else's capture or a transform, its owner is closed, there is no native code, or this
         partition or key is left plain: it runs without a graph
-    2   it has recordings, one of which overwrites nothing that is referenced: replay. A key that was never seen becomes
-        that for which all is copied that moved since the last call that found everything in place
+    2   it has recordings, one of which overwrites nothing that is referenced: replay. If it is the second call in a new
+        place, these are the ones that the first was copied for
     3   it has recordings, all of which overwrite results of calls whose backward is due (`OutputMemory.can_rescue`):
         record another one, and replay it
     3b  the same, with `max_pending_calls` of them: without a graph
@@ -157,9 +157,6 @@ class PartitionRunner:
         """True if this thread ran a call without a graph: libraries keep handles for each thread."""
         self._started = 0.0
         """Begin of the last capture."""
-        self._moving: set[int] = set()
-        """Inputs that moved since the last call that found all in place; number of the last other call."""
-        self._number = 0
         self._start_anew()
         owner.add(self.close, self.forget_recordings)
 
@@ -256,9 +253,8 @@ class PartitionRunner:
         seen = self.table.get(shape, found.places)
         if self.options.static_input_check == "error":
             self._refuse_moved(found, args)
-        self._note_moving(found)
         if seen is None or (seen.is_gone and not seen.recordings):
-            seen, found = self._with_moving_copied(args, shape, found, key, seen)
+            seen, found = self._copied_once_more(args, shape, found, key, seen)
         if seen is None or found.code is not None:
             return self._unrecorded(args, shape, found, key, seen)
         self._inputs.remember(args, found.new)
@@ -270,28 +266,22 @@ class PartitionRunner:
                 return recording
         return self._record_or_not(args, seen, found, key)
 
-    def _note_moving(self, found: Found) -> None:
-        """Note what moved since the last call that found all in place, which never comes here."""
-        if self.stats.calls > self._number + 1:
-            self._moving.clear()
-        self._number = self.stats.calls
-        if found.code != "new_module":
-            self._moving.update(found.new)
-
-    def _with_moving_copied(
+    def _copied_once_more(
         self, args: Sequence[Any], shape: ShapeKey, found: Found, key: bytes, seen: Seen | None
     ) -> tuple[Seen | None, Found]:
-        """Copy all that moves, where the call is of no key that was seen; the next call of its own key records that."""
-        again = self._inputs.find(args, key, tuple(sorted(self._moving)))
-        other = self.table.get(shape, again.places)
-        if found.code or again.code or other is None:
-            return seen, found
+        """Row 2 for the second call in new places, whose first was copied; the next one records it there."""
         places, _ = self.layout.split(key)
+        other = None if found.code else self.table.copying(shape, places)
+        if other is None:
+            return seen, found
+        each = zip(self.layout.checked, array("q", other.key[1]), array("q", places), strict=True)
+        again = self._inputs.find(args, key, tuple(i for i, at, here in each if at != here))
+        if again.code is not None:
+            return seen, found
         objects = tuple(args[i] for i in self.layout.objects)
         storages = self._inputs.storages(args, places)
         moved = describe(self.layout.infos, again.new, args, _NAMED)
         cause = "moved", f"moved: {moved}", self._named(again.new)[1]
-        self._inputs.remember(args, found.new)
         self.table.remember(Seen((shape, places), storages, other.draws, objects, cause))
         return other, again
 
@@ -339,11 +329,7 @@ class PartitionRunner:
     def _unrecorded(
         self, args: list[Any], shape: ShapeKey, found: Found, key: bytes, seen: Seen | None
     ) -> Plain:
-        """Row 6: run without a graph.
-
-        Three keys were seen from now on: the call's, that of a next one at these places, and that of one for which all
-        that moves is copied.
-        """
+        """Row 6: run without a graph. Two keys were seen from now on: the call's, and that of a next one at these places."""
         table, inputs = self.table, self._inputs
         if found.code == "not_in_the_pool":
             if not self.owner.made_in_warm_ups(args[i] for i in found.absent):
@@ -359,9 +345,7 @@ class PartitionRunner:
         inputs.remember(args, found.new)
         keys = {(shape, found.places): storages}
         places, _ = self.layout.split(key)  # some may be copied: as it will be in these places
-        copied = inputs.find(args, key, tuple(sorted(self._moving))).places
-        for each in (places, copied):
-            keys.setdefault((shape, each), inputs.storages(args, each))
+        keys.setdefault((shape, places), inputs.storages(args, places))
         objects = tuple(args[i] for i in self.layout.objects)
         states, start = forward_states(objects, range(len(objects)))
         outputs = self._warm_up(args, why)

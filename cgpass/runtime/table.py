@@ -1,5 +1,6 @@
 """The keys of one partition that were seen, why they were new, and the recordings of each."""
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -72,6 +73,16 @@ class RecordingTable:
         """Those for a call that copies nothing that may be read in place."""
         seen = self._seen.get((shape, places))
         return [] if seen is None else seen.recordings.get(values, [])
+
+    def copying(self, shape: ShapeKey, places: bytes) -> Seen | None:
+        """The newest entry with recordings that read static inputs in these places, or copy them; None if there is none."""
+        now = array("q", places)
+        for seen in reversed(self._seen.values()):
+            if seen.recordings and seen.key[0] == shape:
+                reads = array("q", seen.key[1])
+                if all(at in (0, here) for at, here in zip(reads, now, strict=True)):
+                    return seen
+        return None
 
     def seen(self) -> list[Seen]:
         """Return the entries of all keys."""

@@ -126,6 +126,44 @@ def test_a_result_that_is_kept_and_calls_without_gradients(setting):
     same_grads(module, plain)
 
 
+def two(module, x):
+    found = Rounds.apply(x)
+    return found, found.view(-1)
+
+
+def stored(module, x):
+    module.last = Rounds.apply(x)
+    return module.last
+
+
+def its_own_hook(module, x):
+    found = x * 2
+    if found.requires_grad:
+        found.register_hook(lambda grad: grad * (found.detach().abs() < 1))
+    return found
+
+
+class Runs(torch.nn.Module):
+    def __init__(self, fn):
+        super().__init__()
+        self.inner, self.fn = net(), fn
+
+    def forward(self, x):
+        return self.fn(self, self.inner(x))
+
+
+@pytest.mark.parametrize("fn", [two, stored, its_own_hook])
+def test_results_that_are_kept_by_something_that_is_kept_itself(setting, fn):
+    module, plain = twins(setting, Runs(fn))
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    xs = [setting.randn(4, 8) for _ in range(2)]
+    for each in (graphed, plain):
+        found = [each(x) for x in xs]
+        for result in found:
+            (result[0] if fn is two else result).square().sum().backward()
+    same_grads(module, plain)
+
+
 class HasConstants(torch.nn.Module):
     """Keeps tensors that nobody named, and what it returned last."""
 

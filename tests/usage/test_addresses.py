@@ -94,25 +94,6 @@ def test_what_moves_in_every_other_call_is_copied_for_good(setting, replaced):
     assert counters["plain_calls"] == 0, counters
 
 
-def replaced_in_turn(session):
-    """One layer's weight after the other, as where the sensitivity to each is measured."""
-    module, call = session.compiled(lambda: MLP(depth=4))
-    values = []
-    with torch.no_grad():
-        for number, batch in enumerate(session.batches(4, 8, count=30)):
-            layer = module.layers[number % 4 * 2]
-            layer.weight = nn.Parameter(layer.weight * 0.9)
-            values.append(call(batch))
-    return values
-
-
-def test_what_is_replaced_in_turn_is_copied_for_good(setting):
-    counters = setting.compare(replaced_in_turn)
-    assert counters["warmups"] <= 6, counters
-    assert counters["recordings"] <= 2, counters
-    assert counters["plain_calls"] == 0, counters
-
-
 # ---- ways in which parameters, buffers and other tensors that seem fixed move or change
 
 ways = Ways()
