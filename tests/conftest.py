@@ -148,6 +148,13 @@ def counted_alone(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
+def autocast_cache():
+    """A signal may end the block that turns it off between two lines of its end: other threads would compile anew."""
+    yield
+    torch.set_autocast_cache_enabled(True)
+
+
+@pytest.fixture(autouse=True)
 def no_graph_breaks_of_others():
     """Summaries tell of all that the process met."""
     frames._graph_breaks.clear()
