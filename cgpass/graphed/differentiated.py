@@ -14,9 +14,10 @@ Note [A backward with explicit saved tensors]
 
     Some nodes don't tell what they saved (autograd functions in C++), and Python code may keep tensors as it likes
     (`ctx.x = x`, weight gradients that are computed later). What they keep of the arguments a warm-up finds
-    (`keeps_inputs`), and of results, too: memory that somebody else holds as long as the graph is there, and no longer
-    (`users_besides`). What else they keep of the pool is found by who owns memory there after a capture. A replay would
-    overwrite it: such a recording shares no memory and serves one call at a time (`Pair._is_alone`).
+    (`keeps_inputs`), and of results and saved tensors, too: memory that somebody else holds as long as the graph is
+    there, and no longer (`users_besides`). What else they keep of the pool is found by who owns memory there after a
+    capture. A replay would overwrite it: such a recording shares no memory and serves one call at a time
+    (`Pair._is_alone`).
 """
 
 import contextlib
@@ -170,14 +171,13 @@ class Differentiated:
     def users_besides(
         self, results: Sequence[torch.Tensor], saved: Sequence[Any], members: Sequence[torch.Tensor]
     ) -> list[tuple[torch.Tensor, int]]:
-        """Results whose memory somebody else holds, and how many do; garbage does not count."""
+        """Results and saved tensors whose memory somebody else holds, and how many do; garbage does not count."""
         known = {t.untyped_storage()._cdata for t in (*self.leaves[: self._num_inputs], *members)}
-        own = Counter(t.untyped_storage()._cdata for t in (*results, *saved) if has_place(t))
+        made = [t for t in (*results, *saved) if has_place(t)]
+        own = Counter(t.untyped_storage()._cdata for t in made)
 
         def found() -> list[tuple[torch.Tensor, int]]:
-            numbers = [
-                (t, num_users(t) - own[t.untyped_storage()._cdata]) for t in results if has_place(t)
-            ]
+            numbers = [(t, num_users(t) - own[t.untyped_storage()._cdata]) for t in made]
             return [(t, n) for t, n in numbers if n > 0 and t.untyped_storage()._cdata not in known]
 
         if found():

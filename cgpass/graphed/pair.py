@@ -94,8 +94,8 @@ class Pair:
         """The `Structure` of the last run's result."""
         self._states = CheckpointStates(owner.driver.device, d.options.rng_tracker)
         self._recordings: dict[str, Recording] = {}
-        self._kept_results: list[tuple[torch.Tensor, int]] = []
-        """Results of the warm-up that runs whose memory somebody else holds, and how many do."""
+        self._held_elsewhere: list[tuple[torch.Tensor, int]] = []
+        """Results and saved tensors of the warm-up that runs whose memory somebody else holds, and how many do."""
         self._homes: dict[int, tuple[int, int]] = {}
         """Saved tensors of the forward's own memory: which of its tensors they are, and which of `_kept` they lie in."""
         self._is_alone = d.makes_weight_grads is not None
@@ -119,20 +119,20 @@ class Pair:
             self._backward(run, warms_up=True)
             graph_is_alive = self.graph.alive()
             del self.graph  # which holds arguments
-            self._find_kept_results(graph_is_alive)
+            self._find_kept(graph_is_alive)
             d.stats.warmups += 1
             if not d.statics.unchanged():  # by a first call
                 d.find_statics()
 
-    def _find_kept_results(self, graph_is_alive: Callable[[], object]) -> None:
-        """See if results of a warm-up were held by its graph: then fewer hold them now. One that stays may hold them."""
-        kept, self._kept_results = self._kept_results, []
+    def _find_kept(self, graph_is_alive: Callable[[], object]) -> None:
+        """See if what a warm-up made was held beside autograd by its graph: then fewer hold it now. One that stays may hold it."""
+        kept, self._held_elsewhere = self._held_elsewhere, []
         if kept:
             gc.collect()
-            own = Counter(result.untyped_storage()._cdata for result, _ in kept)
+            own = Counter(each.untyped_storage()._cdata for each, _ in kept)
             self._is_alone |= graph_is_alive() is not None or any(
-                num_users(result) - own[result.untyped_storage()._cdata] < before
-                for result, before in kept
+                num_users(each) - own[each.untyped_storage()._cdata] < before
+                for each, before in kept
             )
 
     def record_forward(self) -> None:
@@ -177,7 +177,7 @@ class Pair:
         results, saved = outputs[:num_results], outputs[num_results:]
         self._held = results, saved, members
         self._is_alone |= self.graph.keeps_inputs
-        self._kept_results = self.graph.users_besides(results, saved, members) if warms_up else []
+        self._held_elsewhere = self.graph.users_besides(results, saved, members) if warms_up else []
         self._end_saved = len(saved)
         self._end_members = len(saved) + len(members)
         if not warms_up:

@@ -164,6 +164,35 @@ def test_results_that_are_kept_by_something_that_is_kept_itself(setting, fn):
     same_grads(module, plain)
 
 
+class SavesAndKeeps(torch.autograd.Function):
+    """Keeps beside autograd what that saves, too."""
+
+    @staticmethod
+    def forward(ctx, x):
+        found = x.sigmoid()
+        ctx.save_for_backward(found)
+        ctx.found = found.detach()
+        return found * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad * ctx.saved_tensors[0] * (1 - ctx.found)
+
+
+def test_backwards_without_a_graph_find_what_is_saved_and_kept(setting):
+    graphed, module, plain = graphed_twins(
+        setting, Runs(lambda module, x: SavesAndKeeps.apply(x) * x)
+    )
+    xs = [setting.randn(4, 8) for _ in range(2)]
+    for each in (graphed, plain):
+        found = [each(x) for x in xs]
+        for weight in (module if each is graphed else plain).parameters():
+            weight.data = weight.data.clone()
+        for result in found:
+            result.square().sum().backward()
+    same_grads(module, plain)
+
+
 class HasConstants(torch.nn.Module):
     """Keeps tensors that nobody named, and what it returned last."""
 
