@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         "that functions compiled by cgpass ran after their warm-ups was captured, or if something that was to be "
         "captured, or compiled, ran without a graph. Warm-ups that no recording ever follows count, too. Operators are "
         "counted as traced, each as often as it ran. Callables graphed by hand are not checked: cgpass.expect asks for their "
-        "replays. A script that fails itself keeps its status. Threads that go on after it find no module __main__ of it.",
+        "replays. A script that fails itself keeps its status. Threads that outlive it can't use its __main__.",
     )
     wanted = "a share, as 95%% or 0.95 (default: 95%%)"
     check.add_argument(

@@ -1,4 +1,4 @@
-"""What a training step does after its backward: clipping, optimizers, scaler and `zero_grad`.
+"""The update that ends a training step: clipping, optimizers, scaler and `zero_grad`.
 
 `whole_step` decides when this is part of a graph.
 """
@@ -15,10 +15,10 @@ from cgpass import torch_private
 from cgpass.runtime import fast
 from cgpass.runtime.changes import Mode
 
-_NEW_STATE: Final = (
-    "the optimizer has other groups, parameters or state tensors than before; this costs one call"
+_NEW_STATE: Final = "the optimizer's groups, parameters or state tensors are others than before, and are recorded again"
+_NEW_NUMBER: Final = (
+    "{} changed, and a new value is recorded again; a learning rate may change freely"
 )
-_NEW_NUMBER: Final = "{} changed; each change costs one call, except that of a learning rate"
 _ANOMALY: Final = (
     "anomaly detection is on; torch.compile turns it on, too, while it compiles in another thread"
 )

@@ -13,7 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 if not (find_spec("transformers") and find_spec("accelerate")):
     print(
-        "examples/huggingface_trainer.py needs transformers and accelerate: pip install -e '.[demo]' accelerate"
+        "examples/huggingface_trainer.py needs transformers and accelerate: pip install -e '.[demo]'"
     )
     sys.exit()
 

@@ -7,7 +7,7 @@ import sys
 from importlib.util import find_spec
 
 if not find_spec("lightning"):
-    print("examples/lightning_trainer.py needs lightning: pip install lightning")
+    print("examples/lightning_trainer.py needs lightning: pip install -e '.[demo]'")
     sys.exit()
 
 import lightning

@@ -9,6 +9,7 @@
 #   inference   calls of the models without gradients
 #   overhead    host time of stacks of 1, 10 and 100 small layers
 #   step        whole steps by cgpass.train_step, against pieces and a graph by hand
+#   depths      whole steps over width and depth
 #   graphed     callables graphed by hand, against torch's
 #   recompute   recomputed random operators, and what checkpoints save
 #   start       seconds until a model trains from graphs, cold and in a second process
@@ -21,7 +22,7 @@
 # commit where the sources are a copy without history.
 set -u -o pipefail
 
-usage() { sed -n '2,23s/^# \{0,1\}//p' "$0"; }
+usage() { sed -n '2,24s/^# \{0,1\}//p' "$0"; }
 
 part="" out="gpu-check" workers="${WORKERS:-8}" limit="${LIMIT:-520}"
 while [ $# -gt 0 ]; do
@@ -92,6 +93,7 @@ run_part() {
         --steps 20 --rounds 10 "$@" ;;
     step) run_bench --models mlp3 mlp50 actor_critic gpt2 vit_small resnet50 --rounds 3 \
         --arms reduce-overhead cgpass cgpass-step limit-step "$@" ;;
+    depths) run_bench --models mlp_{64,256,1024}x{3,12,50} --rounds 2 --arms default reduce-overhead cgpass cgpass-step "$@" ;;
     graphed) run_bench --models layer --arms eager graphed torch-graphed --steps 50 --rounds 20 "$@" ;;
     recompute)
       run_bench --models attentions blocks blocks_torch blocks_cgpass \

@@ -132,7 +132,9 @@ def readme_section(results: Results, where: str) -> str:
         cells = [cell(arms, name, "step_ms") for name in (*RIVALS, "limit")]
         steps += [[title, *cells, memory]] if arms else []
     for model in ("actor_critic", "mlp3", "mlp50", "resnet50"):
-        title, arms = known(results, "train", model)
+        title, arms = known(
+            {part: results[part] for part in results.keys() & {"step"}}, "train", model
+        )
         cells = [cell(arms, name, "step_ms") for name in (*RIVALS[1:], "cgpass-step", "limit-step")]
         wholes += [[title, *cells]] if arms.get("cgpass-step") else []
     for model in REAL:
@@ -141,12 +143,12 @@ def readme_section(results: Results, where: str) -> str:
         calls += [[title, *cells]] if all(cells) else []
     meta = results["bench"]["meta"]
     on = (
-        f"One {meta['gpu'].removeprefix('NVIDIA ')} and 16 cores (four models ran side by side on four GPUs), torch "
+        f"One {meta['gpu'].removeprefix('NVIDIA ')} and 16 cores of {meta['cores']} (four models ran side by side on four GPUs), torch "
         f"{meta['torch'].split('+')[0]}. Milliseconds of a step (forward, backward, fused AdamW; bf16 autocast), the device "
         "waited for:\n"
     )
     whole = (
-        '"limit" is one graph of the same kernels, captured by hand. The same with `cgpass.train_step`, where by hand the '
+        '"limit" is one graph of the same kernels, captured by hand where that is possible. The same with `cgpass.train_step`, where by hand the '
         "optimizer is in the graph, too:\n"
     )
     commits = {results[part]["meta"]["commit"] for part in results}
@@ -160,7 +162,7 @@ def readme_section(results: Results, where: str) -> str:
     blocks = [
         "<!-- --8<-- [start:measured] -->",
         on,
-        table(["step", *RIVALS, "limit", "peak memory, cgpass / default"], steps),
+        table(["step", *RIVALS, "limit", "peak reserved memory, cgpass / default"], steps),
         whole,
         table(["step", *RIVALS[1:], "train_step", "by hand"], wholes),
         "Host microseconds until a call without gradients returns:\n",

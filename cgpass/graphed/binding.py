@@ -109,7 +109,7 @@ class Binding:
                 return self._misfit(tensors), flags
             raise InputError(f"{self._name}: {self._misfit(tensors)}.")
         if len(tensors) > 1 and firsts(tensors) != self._firsts:
-            return "in the sample, other arguments were the same tensor", flags
+            return "two arguments are one tensor here and not in the sample, or the reverse", flags
         return [tensors[i] for i in self._distinct], flags
 
     def _tensors(

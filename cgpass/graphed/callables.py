@@ -25,7 +25,7 @@ from cgpass.telemetry import ByHand
 log = logging.getLogger(__name__)
 
 
-_PENDING: Final = "tensors that it keeps beside autograd wait for their backward"
+_PENDING: Final = "a pending backward needs tensors that are kept outside of autograd"
 _CHANGES: Final = (
     "parameters or buffers moved; write into them in place (copy_)",
     "other parameters require gradients",
@@ -224,7 +224,7 @@ class GraphedFunction:
         if _is_watched():
             return "a transform, a tracer or a dispatch mode is active, and would not see a replay"
         if self._settings_now() != self._settings:
-            return "it was recorded under other autocast settings, or in another fork of its rng_tracker"
+            return "autocast, or the fork of its rng_tracker, is another than when it was recorded"
         if torch.is_grad_enabled() and not self.with_grad:
             return "it was recorded under torch.no_grad()"
         if not (self._pairs or self._refused):
@@ -258,12 +258,12 @@ class GraphedFunction:
             if why is None:
                 # a first run may make some, and where hooks had them, this call's own may never be
                 return self._pair(owner, flags, may_record=False)
-        return why or "hooks have parameters elsewhere than its calls", []
+        return why or "capture-time hooks move parameters to other addresses than calls use", []
 
     def _why_never(self, now: list[torch.Tensor]) -> str | None:
-        """Why nothing is recorded, whatever it is for; None if that may be tried."""
+        """Say why nothing is recorded, whatever it is for; None if that may be tried."""
         if self._num_left <= 0:
-            return "it was recorded again more often than max_rerecords"
+            return "it was recorded again as often as max_rerecords allows"
         if any(tensor.grad_fn is not None for tensor in now):
             # They lie elsewhere each time.
             return "parameters are computed in each call (functional_call)"
@@ -271,9 +271,7 @@ class GraphedFunction:
             # warm-ups would complete that one: modules keep what is due themselves, some for several layers
             for each in _splitting:
                 if any(call is None or call.is_plain for call in each.due):
-                    return (
-                        f"a backward of {each.name} without a graph still lacks its backward_dw()"
-                    )
+                    return f"call {each.name}.backward_dw() first: a backward that ran without a graph lacks it"
         return None
 
     def count_plain(self, why: str) -> None:
@@ -362,7 +360,8 @@ class GraphedFunction:
         error = None if self.due else self.leaves_nothing.get(self.trained())
         if error is not None:
             raise GraphedBackwardError(
-                f"{self.name}: its backward_dw() raised {error} when it was recorded, and was taken to have nothing to do."
+                f"{self.name}: its backward_dw() raised {error} when it was recorded, so it is in no graph. Make it work there, "
+                "and call reset()."
             )
         call = self.due.popleft() if self.due else None
         if call is not None:

@@ -96,8 +96,8 @@ class Target:
                     raise self.refusal(_REFUSED[base.__name__].format(kind))
             if self.backward_dw is None and _delays(inner, False):
                 raise self.refusal(
-                    f"has a module, {path or type(inner).__name__}, that leaves gradients to its backward_dw(). Record that one by itself, "
-                    "or have what you give offer a backward_dw() that calls it"
+                    f"has a module, {path or type(inner).__name__}, with its own backward_dw(). Record that one alone, or give "
+                    "yours a backward_dw() that calls it"
                 )
         given: Any = vars(self.given) if self.is_module else {}
         hooks = [kind for kind in _OWN_HOOKS if given.get(kind)]
@@ -318,7 +318,7 @@ class Statics:
                 grad.copy_(value)
 
     def held(self) -> list[Any]:
-        """What modules hold by the names of the tensors; `...` where there is no such name any more."""
+        """Return what modules hold by the names of the tensors; `...` where there is no such name any more."""
         return [holder.get(key, ...) for holder, key in zip(self._dicts, self._keys, strict=True)]
 
     def put(self, values: Sequence[Any]) -> None:

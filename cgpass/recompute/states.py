@@ -42,8 +42,8 @@ NOT_WARMED_UP: Final = (
     "cgpass.CheckpointedGraph() after a `with graph.warm_up():` run of the same code, or draw outside of the checkpoint."
 )
 CAPTURE_ENDED: Final = (
-    "in a recomputation on the other side of a CUDA graph's capture than its forward, and can't draw the same ones. "
-    "Run forward and backward both while capturing, or both outside."
+    "in a recomputation outside of the capture that its forward ran in (or in one that it did not), and can't draw the "
+    "same ones. Run forward and backward both while capturing, or both outside."
 )
 
 _local = threading.local()
@@ -229,9 +229,8 @@ class CheckpointStates:
             return
         has = "none" if self.tracker is None else f"another one, of {_states_of(self.tracker)}"
         raise CheckpointError(
-            f"cgpass.checkpoint: {which} ({_states_of(tracker)}) is not the one whose states are registered with the "
-            f"graph, which has {has}. Pass that tracker as CheckpointedGraph(rng_tracker=...) or "
-            f"GraphedOptions(rng_tracker=...){way_out}; a graph takes one."
+            f"cgpass.checkpoint: {which} ({_states_of(tracker)}) is not the graph's tracker ({has}). A graph takes one: "
+            f"pass this one as CheckpointedGraph(rng_tracker=...) or GraphedOptions(rng_tracker=...){way_out}."
         )
 
 

@@ -157,8 +157,8 @@ class RNGStatesTracker:
         """
         if self.current is not None:
             raise RNGTrackerError(
-                f"RNGStatesTracker: set_states inside fork({self.current!r}), whose end would restore what it drew "
-                f"from. Call it after the with block."
+                f"RNGStatesTracker: set_states inside fork({self.current!r}), whose end would overwrite the new state. "
+                f"Call it after the with block."
             )
         made = {name: self._generator_at(name, state) for name, state in states.items()}
         for name in set(self._generators) - set(made):

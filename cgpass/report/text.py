@@ -186,7 +186,6 @@ def _at(line: str | None, where: str, code: str, detail: str, fix: str) -> Reaso
 _CAUSES: Final = {
     "shape": OTHER_FIXES["new_shape"],
     "moved": OTHER_FIXES["new_tensor"],
-    "input": OTHER_FIXES["new_tensor"],
     "other tensors": "leave it if several modules share code; otherwise write into tensors in place (copy_)",
     "memory": "leave it, unless it keeps happening",
     "anew": "leave it, unless it keeps happening",

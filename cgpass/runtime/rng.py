@@ -153,8 +153,8 @@ def _rewind(states: Sequence[Any], positions: torch.Tensor) -> None:
     """Set private generators to positions that `_pack` has put together."""
     if positions.dtype is not torch.int64:
         raise InputError(
-            "where a forward's random operators drew was saved for its backward as an integer tensor, but came back "
-            f"as {positions.dtype}: have your saved-tensor hooks leave tensors of integers as they are"
+            f"a saved position of random numbers came back as {positions.dtype}: have your saved-tensor hooks return tensors "
+            "of integers unchanged"
         )
     sizes = [2 if state.device.type == "cuda" else STATE_BYTES // 8 for state in states]
     for state, row in zip(states, positions.split(sizes), strict=True):
@@ -228,7 +228,7 @@ def _signed(position: tuple[int, int]) -> tuple[int, int]:
 def _refuse_selective_checkpoint() -> None:
     raise CheckpointError(
         "a compiled function that recomputes random operators (activation checkpointing with dropout) was called inside "
-        "a selective checkpoint that is not compiled: which of its random operators that one saves, nobody can tell. "
+        "a selective checkpoint that is not compiled, and cgpass can't know which of its random operators that saves. "
         "Have torch.compile compile the selective checkpoint too, or use one without context_fn."
     )
 

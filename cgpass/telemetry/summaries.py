@@ -89,7 +89,7 @@ class RecordingNote:
     """Cause and cost of one recording."""
 
     cause: str
-    """A code: "first", "shape", "moved", "other tensors", "memory", "held", "input", "anew"."""
+    """A code: "first", "shape", "moved", "other tensors", "memory", "held", "anew"."""
     detail: str
     """The same as a sentence, with names, addresses and lines."""
     copied_bytes: int

@@ -56,12 +56,10 @@ def _why_not_recordable(optimizer: torch.optim.Optimizer, group: Mapping[str, An
     name = cls.__name__
     if getattr(torch.optim, name, None) is not cls:
         return f"{name} is not one of torch.optim's own optimizers"
-    if not group.keys() & {"fused", "capturable"}:
+    if "capturable" not in group and not isinstance(optimizer, _FUSED):
         return f"{name} can't be captured; AdamW(fused=True) or SGD(fused=True) can"
     if not (_is_torchs(optimizer.step) and _is_torchs(optimizer.zero_grad)):
         return f"step or zero_grad of {name} was replaced"
-    if group.get("fused") and not isinstance(optimizer, _FUSED):
-        return f"{name} reads its learning rate on the host, with fused=True, too; use AdamW or SGD"
     if not (group.get("fused") or group.get("capturable")):
         fix = "fused" if "fused" in group else "capturable"
         return f"no graph can hold step() of this {name}: make it with {fix}=True"

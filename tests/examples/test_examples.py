@@ -68,8 +68,8 @@ def imported(path):
 BROUGHT = sys.stdlib_module_names | {"torch", "cgpass"}
 LACKING = {
     "decoding": "transformers: pip install -e '.[demo]'",
-    "huggingface_trainer": "transformers and accelerate: pip install -e '.[demo]' accelerate",
-    "lightning_trainer": "lightning: pip install lightning",
+    "huggingface_trainer": "transformers and accelerate: pip install -e '.[demo]'",
+    "lightning_trainer": "lightning: pip install -e '.[demo]'",
     "moe": "transformers: pip install -e '.[demo]'",
     "train_transformer": "transformers: pip install -e '.[demo]'",
 }

@@ -142,4 +142,7 @@ def test_code_that_asks_whether_arguments_are_one(setting, sample, form, caplog)
                 is_plain = (kind == "one") is (sample == "two")
                 assert graphed.stats.plain_calls - before == is_plain
     (message,) = [each.getMessage() for each in caplog.records]
-    assert "runs without a graph: in the sample, other arguments were the same tensor" in message
+    assert (
+        "runs without a graph: two arguments are one tensor here and not in the sample, or the reverse"
+        in message
+    )

@@ -95,4 +95,4 @@ def test_recorded_again_within_a_block(setting, caplog):
         same_grads(graphed, plain)
     assert graphed.graphed.stats.recordings > 1
     check(setting, graphed, plain, 2, shape=(8, 8))
-    assert caplog.text.count("recorded under other autocast settings") == 1
+    assert caplog.text.count("autocast, or the fork of its rng_tracker, is another") == 1

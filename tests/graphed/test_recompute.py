@@ -183,7 +183,7 @@ def test_a_call_inside_of_the_fork_that_it_has_inside(setting, caplog):
                 found.append((fn(x), torch.rand(3, device=setting.device)))
         for a, b in zip(*found, strict=True):
             assert torch.equal(a, b)
-    assert caplog.text.count("another fork of its rng_tracker") == 1
+    assert caplog.text.count("the fork of its rng_tracker, is another") == 1
 
 
 def test_each_backward_rewinds_to_its_own_forward(setting):

@@ -48,8 +48,7 @@ def test_states_are_not_set_inside_a_fork():
     with tracker.fork("a"), pytest.raises(RNGTrackerError) as error:
         tracker.set_states(states)
     assert str(error.value) == (
-        "RNGStatesTracker: set_states inside fork('a'), whose end would restore what it drew from. Call it after the "
-        "with block."
+        "RNGStatesTracker: set_states inside fork('a'), whose end would overwrite the new state. Call it after the with block."
     )
 
 

@@ -95,7 +95,7 @@ def _require_drawn_once(fw: fx.GraphModule, bw: fx.GraphModule, saved: set[str])
             raise CheckpointError(
                 f"the checkpoint or memory budget around {values.called(node)[0]}{f' ({line})' if line else ''} would "
                 f"draw other random numbers in the backward: its results can be neither saved nor drawn again. Move it "
-                f"out of the checkpoint, or leave the checkpoint or the budget out (of budgets, 0 alone saves nothing)."
+                f"out of the checkpoint, or leave the checkpoint out (of a memory budget: leave it out, or set it to 0)."
             )
 
 

@@ -176,6 +176,6 @@ def test_positions_that_hooks_made_something_else_of_are_refused(user):
     with pytest.raises(InputError) as raised:
         backward([torch.tensor([[7, 0]]).half()])
     assert str(raised.value) == (
-        "where a forward's random operators drew was saved for its backward as an integer tensor, but came back as "
-        "torch.float16: have your saved-tensor hooks leave tensors of integers as they are"
+        "a saved position of random numbers came back as torch.float16: have your saved-tensor hooks return tensors of "
+        "integers unchanged"
     )

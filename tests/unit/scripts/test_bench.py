@@ -11,6 +11,7 @@ from benchlib import arms, report, worker
 META = {
     "torch": "2.11.0+cu130",
     "gpu": "NVIDIA H200",
+    "cores": 64,
     "driver": "1",
     "commit": "abc",
     "command": "c",
