@@ -187,7 +187,8 @@ class Compilation:
         self._saved: dict[str, InputKind] = {}
         self._parameters: frozenset[int] = frozenset()
         """Inputs of the forward that are parameters or buffers, and outputs of the backward that are their gradients."""
-        self._source = Source(begins_at(gm), torch_private.current_trace_id())
+        code = torch_private.current_function()
+        self._source = Source(begins_at(gm), torch_private.current_trace_id(), code)
         function = telemetry.new_function()
         self._failed = FailedOperators(function)
         self._builder = functools.partial(

@@ -328,6 +328,7 @@ class GraphBuilder:
             self.direction,
             partitions,
             place=self.source.place,
+            code=self.source.code,
             function=self.function,
             graph_break=self.graph_break,
             **about,

@@ -14,6 +14,8 @@ from cgpass.telemetry.reason import NEW, many
 
 _FAILED = frozenset({"capture", "failed_capture", "no_placeholder", "out_of_memory"})
 """Codes of what turned out not to be capturable only when it was captured."""
+_NONE = frozenset({"raised", *NEW})
+"""Codes of calls that did not fall back."""
 
 
 def verdict(report: Facts, least: float) -> tuple[bool, str]:
@@ -48,7 +50,7 @@ def fell_back(report: Facts) -> list[str]:
     for graph in report.graphs:
         for part in graph.partitions:
             for reason in part.reasons:
-                late = reason.code not in NEW if part.captured else reason.code in _FAILED
+                late = reason.code not in _NONE if part.captured else reason.code in _FAILED
                 found += [f"{graph.name}, {part.name}: {reason}"] * late
     return list(dict.fromkeys(found))
 
@@ -70,7 +72,7 @@ def run_script(script: str, args: Sequence[str], *, module: bool = False) -> int
         Exception: Whatever it raises.
     """
     argv, path, threads = sys.argv, sys.path, {*threading.enumerate()}
-    folder = os.getcwd() if module else os.path.dirname(os.path.abspath(script))
+    folder = os.getcwd() if module else os.path.dirname(os.path.realpath(script))
     sys.argv, sys.path = [script, *args], [folder, *path]
     try:
         if module:

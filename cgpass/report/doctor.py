@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -59,8 +60,7 @@ def _torch() -> Iterator[Finding]:
 
 
 def _compiler() -> Iterator[Finding]:
-    named = os.environ.get("CXX", "").split(" ")[0]
-    found = [named] if named else ["c++", "g++", "clang++"]
+    found = shlex.split(os.environ.get("CXX", ""))[:1] or ["c++", "g++", "clang++"]
     path = next(filter(None, map(shutil.which, found)), None)
     fix = "" if path else "Install g++ or clang++, or set CXX to a compiler"
     yield "C++ compiler", path or f"none of {', '.join(found)}", fix

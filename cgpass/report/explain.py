@@ -59,9 +59,9 @@ def explain(
 
     A block runs nothing itself and changes nothing. Calls of other threads count, too. The report is ready when it ends.
 
-    With a function, nine calls run, with their backward. If it is not compiled yet, it is compiled with `backend="cgpass"`. A
-    single batch is passed as data loaders mean it: a mapping as `**batch`, a tuple or list as `*batch`; `[batch]` passes
-    it whole. Afterwards modules (parameters and buffers) and optimizers that the function is, receives or names itself
+    With a function, nine calls run, with their backward. If neither it nor something that it names is compiled yet, it is
+    compiled with `backend="cgpass"`. A single batch is passed as data loaders mean it: a mapping as `**batch`, a tuple or
+    list as `*batch`; `[batch]` passes it whole. Afterwards modules (parameters and buffers) and optimizers that the function is, receives or names itself
     are restored, with gradients and torch's random numbers. Nothing else is: what other objects hold, scalers, caches,
     written arguments. If this compiled the function, recordings of the same code are freed, also those of your own calls.
     Calls begin without gradients. Watch code that reads gradients or trains with a block.
@@ -69,8 +69,8 @@ def explain(
     Args:
         fn: A module or function, compiled or not; leave it out for a block.
         args: The arguments of one call.
-        training: True to run a backward, too: of the result's loss if it has one, else of all results that require grad,
-            unless the function ran it itself. False to run calls under `torch.no_grad()`.
+        training: True to run a backward, too: of the result's loss if it has one, else of all results that require grad
+            (in tuples, lists, dicts and dataclasses), unless the function ran it itself. False to run calls under `torch.no_grad()`.
         compare: True to time calls with CUDA graphs and without, afterwards.
         optimizer: One or several that are restored, too.
         options: Fields of `cgpass.Options`, for a function that is not compiled yet.
@@ -253,7 +253,7 @@ def _keep(stack: contextlib.ExitStack, value: Any) -> None:
     """Have a stack restore a tensor, or a dict or list and the tensors in it."""
     if isinstance(value, torch.Tensor):
         if (before := _copy(value)) is not None:
-            stack.callback(_write, value, before)
+            stack.callback(_write, value, before, value.data)
     elif isinstance(value, dict | list):
         fill = value.update if isinstance(value, dict) else value.extend
         stack.callback(fill, copy.copy(value))
@@ -275,12 +275,13 @@ def _copy(value: torch.Tensor) -> torch.Tensor | None:
     return value.detach().to("cpu", copy=True) if is_plain else value.detach().clone()
 
 
-def _write(value: torch.Tensor, before: torch.Tensor) -> None:
-    """Restore a value; not where it is the same, for a backward that waits may have saved it."""
-    if (value.shape, value.dtype) != (before.shape, before.dtype):
-        value.data = before.to(value.device)
+def _write(value: torch.Tensor, before: torch.Tensor, place: torch.Tensor) -> None:
+    """Restore a value where it lay; not where it is the same, for a backward that waits may have saved it."""
     is_strided = before.layout is torch.strided and not before.is_quantized
     is_plain = is_strided and type(before) is torch.Tensor
+    is_other = (value.shape, value.dtype) != (before.shape, before.dtype)
+    if is_other or (is_plain and not value.is_set_to(place)):
+        value.data = place
     if is_plain and torch.equal(bits(value.detach().to(before.device)), bits(before)):
         return
     with torch.inference_mode(value.is_inference()), torch.no_grad():

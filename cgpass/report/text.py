@@ -170,7 +170,8 @@ def events(where: str, part: PartitionReport) -> Iterator[tuple[float, Reason]]:
         notes = [note for note in part.recordings if note.cause == cause]
         least = "at least " if len(part.recordings) < part.counts.get("recordings", 0) else ""
         kind = "more recording" if count < part.counts.get("recordings", 0) else "recording"
-        more = f"{least}{many(count, kind)}: {notes[-1].detail}"
+        details = list(dict.fromkeys(note.detail for note in reversed(notes)))
+        more = f"{least}{many(count, kind)}: {listed(details, 3)}"
         yield count, _at(notes[-1].line, where, cause, more, _CAUSES.get(cause, _DROP))
     if rescues := part.counts.get("rescues", 0):
         copied = size(part.counts.get("rescued_bytes", 0))

@@ -76,9 +76,10 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
         if next(calls) % self._every or runner.owner.bypassed:
             return run(args)
         layout, infos, device = runner.layout, runner.layout.infos, runner.owner.driver.device
-        written = sorted(layout.mutated)
-        states, inputs = random_states(device, args), list(args)
-        copies = copied(args, [*written, *layout.pooled])
+        written = sorted({*layout.mutated}.difference(layout.pooled))
+        states, copies = random_states(device, args), copied(args, [*written, *layout.pooled])
+        # what others computed is held by nobody else, and is overwritten
+        inputs = [None if i in layout.pooled else each for i, each in enumerate(args)]
 
         def found(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[tuple[str, Any]]:
             names = made or ["unnamed"] * len(outputs)
@@ -87,7 +88,7 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
             return named + [(_DRAWN.format(n), g.get_state()) for n, (g, _) in enumerate(states)]
 
         def without_a_graph() -> list[tuple[str, Any]]:
-            args = copied(copies, written)
+            args = copied(copies, [*layout.mutated])
             put_on_the_device(args, layout.seeds, device)
             for generator, state in states:
                 generator.set_state(state)

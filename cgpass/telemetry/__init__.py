@@ -294,6 +294,6 @@ def told(other: ByHand | StepCalls, calls: int) -> str:
 
 def named(record: logging.LogRecord) -> bool:
     """Put our name before a warning of ours that Python prints as it is, since nobody set up logging."""
-    if record.name.startswith("cgpass") and not record.getMessage().startswith("cgpass"):
+    if record.name.partition(".")[0] == "cgpass" and not record.getMessage().startswith("cgpass"):
         record.msg = f"cgpass: {record.msg}"
     return True

@@ -15,6 +15,8 @@ class Source:
     """The line where the function begins, `model.py:41 in forward`."""
     trace_id: Any = None
     """The id under which torch's trace lists its compilation."""
+    code: tuple[str, int, str] | None = None
+    """File, first line and name of the function."""
 
     def of(self, name: str) -> str:
         """`name`, with where it is from if that is known."""
@@ -48,6 +50,8 @@ class GraphSummary:
     """The line where its function begins, `model.py:41 in forward`."""
     why: tuple[Reason, ...] = ()
     """The reasons for `skip`, one for each operator to blame."""
+    code: tuple[str, int, str] | None = None
+    """File, first line and name of the function."""
     function: int | None = None
     """The compiled function that it belongs to, as `telemetry.new_function` numbers them."""
     graph_break: Reason | None = None

@@ -93,7 +93,8 @@ def is_compiled(fn: Any) -> bool:
     if isinstance(fn, torch.nn.Module):
         from torch._dynamo.eval_frame import OptimizedModule
 
-        return isinstance(fn, OptimizedModule) or fn._compiled_call_impl is not None
+        compiled = isinstance(fn, OptimizedModule) or fn._compiled_call_impl is not None
+        return compiled or is_compiled(fn.forward)
     return hasattr(fn, "_torchdynamo_orig_callable") and not is_disabled(fn)
 
 

@@ -42,12 +42,18 @@ def was_given_up(compilation: Any) -> bool:
     return soft or bool(compilation.config_suppress_errors)
 
 
+Function = tuple[str, int, str]
+"""File, first line and name."""
+
+
 @dataclass(eq=False, slots=True)
 class GraphBreak:
     """A graph break, as Dynamo told of it."""
 
-    function: tuple[str, int, str]
-    """File, first line and name of the function that was compiled and had it, in itself or in what it calls."""
+    function: Function
+    """The function that was compiled and had it, in itself or in what it calls."""
+    whole: Function
+    """The same, of what is compiled behind an earlier break the whole function."""
     text: str
     stack: tuple[traceback.FrameSummary, ...]
     """All frames that it was traced through, outermost first."""
@@ -67,6 +73,23 @@ _ours: set[str] = set()
 def note_function() -> None:
     """Note which function Dynamo compiles for our backend now."""
     _ours.add(function_of(CompileContext.current_compile_id()))
+
+
+def current_function() -> Function | None:
+    """Return the function that Dynamo compiles now, the whole one if it compiles what is behind a graph break."""
+    from torch._dynamo.symbolic_convert import tls
+
+    translator = getattr(tls, "current_tx", None)
+    return None if translator is None else _whole(translator.f_code)
+
+
+def _whole(code: Any) -> Function:
+    """Source: torch/_dynamo/resume_execution.py `ContinueExecutionCache`, 2.11 to 2.15."""
+    from torch._dynamo.resume_execution import ContinueExecutionCache
+
+    rest = ContinueExecutionCache.generated_code_metadata.get(code)
+    code = code if rest is None else rest.code
+    return code.co_filename, code.co_firstlineno, code.co_name
 
 
 def function_of(compile_id: object) -> str:
@@ -105,6 +128,7 @@ def note_graph_breaks() -> None:
             _graph_breaks.append(
                 GraphBreak(
                     (code.co_filename, code.co_firstlineno, code.co_name),
+                    _whole(code),
                     str(getattr(error, "msg", None) or error),
                     tuple(getattr(error, "real_stack", None) or ()),
                     threading.get_ident(),

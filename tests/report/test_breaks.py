@@ -225,6 +225,21 @@ def test_a_break_in_a_helper_names_the_call_that_led_to_it():
     assert found.detail.endswith(reached)
 
 
+class Fine(nn.Module):
+    def forward(self, x):
+        return chain(x)
+
+
+def test_a_break_is_none_of_another_forward_in_its_file():
+    breaks_, fine = (torch.compile(kind(), backend="cgpass") for kind in (Says, Fine))
+    breaks_(X)
+    fine(X)
+    for call, count in ((fine, 0), (breaks_, 1)):
+        with cgpass.explain() as report:
+            call(X)
+        assert len(report.graph_breaks) == count
+
+
 def test_breaks_of_other_backends_and_of_libraries_are_not_ours():
     torch.compile(first_reads, backend="eager")(X, torch.tensor(1))
     torch.compile(Says(), backend=lambda gm, inputs: gm)(X)

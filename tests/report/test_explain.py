@@ -245,6 +245,12 @@ def in_place():
     return model
 
 
+def its_forward():
+    model = Model()
+    model.forward = torch.compile(model.forward, backend="cgpass")
+    return model
+
+
 def named():
     inner = compiled()
     return lambda x: inner(x).sin()
@@ -257,7 +263,7 @@ def test_an_attribute_is_no_global_of_its_name(monkeypatch):
     assert cgpass.explain(lambda x: model.split(x), X).graphs
 
 
-@pytest.mark.parametrize("make", [compiled, in_place, named])
+@pytest.mark.parametrize("make", [compiled, in_place, its_forward, named])
 def test_what_is_compiled_already_runs_as_it_is_and_stays_recorded(make):
     call = make()
     call(X).sum().backward()
@@ -364,6 +370,20 @@ def test_whatever_a_function_names_holds_or_is_given_is_restored(make, monkeypat
     monkeypatch.setitem(globals(), "norm", model)
     cgpass.explain(make(model), X)
     assert model.num_batches_tracked == 0
+
+
+def test_memory_that_parameters_were_put_on_is_left_alone():
+    model, vector = nn.Linear(8, 8), torch.ones(72)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    @torch.compiler.disable
+    def average(x):
+        nn.utils.vector_to_parameters(vector, model.parameters())
+        return model(x)
+
+    cgpass.explain(average, X, training=False)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert torch.equal(vector, torch.ones(72))
 
 
 def test_state_of_an_optimizer_that_nobody_names_returns_to_the_tensors_that_had_it():

@@ -492,6 +492,16 @@ def test_every_so_manieth_call_of_what_is_there_and_what_comes(setting):
         assert verification.checked == 6
 
 
+def test_what_the_loop_replays_is_what_is_verified(way):
+    """Nobody else holds what a backward overwrites: it needs no other recording."""
+    trained = trained_on(MLP, [(4, 8)] * 12)
+    with cgpass.verify(every=3) as verification, programs.counted() as counters:
+        way.run(trained, max_recordings=1)
+    assert counters["recordings"] == 2
+    assert counters["plain_calls"] == 0
+    assert verification.checked == 8
+
+
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "1"])
 def test_numbers_that_are_none(every):
     with pytest.raises(OptionError, match=r"cgpass.verify: every must be a positive int"):

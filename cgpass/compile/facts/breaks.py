@@ -83,9 +83,6 @@ _OTHER_BACKEND: Final = "BACKEND_MATCH"
 _WRAPPER: Final = os.path.join("torch", "_dynamo", "external_utils.py")
 """Holds the function as which Dynamo compiles modules of torch's. Source: `wrap_inline`, 2.11 to 2.15."""
 
-Function = tuple[str, int, str]
-"""File, first line and name."""
-
 
 def graph_break_of(gm: fx.GraphModule) -> Reason | None:
     """Find out why Dynamo ended a graph where it did; None if the function ends there, too.
@@ -204,12 +201,11 @@ def graph_breaks(
     run in eager anyway, as what logs or shows progress, have breaks of their own: they are left out.
     """
     files = {place_of(graph.place).rpartition(":")[0] for graph in graphs}
-    functions = {_function_at(graph.place) for graph in graphs}
+    functions = {graph.code for graph in graphs}
     found = [graph.graph_break for graph in graphs if graph.graph_break is not None]
     for each in sorted(torch_private.graph_breaks(), key=before.__contains__):
         is_earlier = each in before
-        ran = _function_at(_where(each.function)) in functions
-        if is_earlier and (each.over or not ran):
+        if is_earlier and (each.over or each.whole not in functions):
             continue
         reason = replace(_of_stack(each.text, each.stack), is_earlier=is_earlier)
         users = [frame.filename for frame in each.stack if is_users(frame.filename)]
@@ -252,7 +248,7 @@ def recompiled(before: Sequence[Any]) -> list[Reason]:
     return list(found.values())
 
 
-def _where(function: Function) -> str:
+def _where(function: torch_private.Function) -> str:
     file, line, name = function
     if file.endswith(_WRAPPER):
         return "modules of torch's own classes, as nn.Sequential (they count as one function)"
@@ -261,16 +257,10 @@ def _where(function: Function) -> str:
     return at(file, line, name)
 
 
-def _function_at(place: str | None) -> str:
-    """Of `model.py:41 in forward`, the file and the name; modules of torch's own are one function."""
-    where, _, name = (place or "").partition(", called at ")[0].partition(" in ")
-    return f"{where.rpartition(':')[0]} in {name}" if name else "module"
-
-
-def _last(notes: Iterable[Any]) -> dict[Function, Any]:
+def _last(notes: Iterable[Any]) -> dict[torch_private.Function, Any]:
     """The last compilation of each function."""
-    functions: dict[str, Function] = {}
-    last: dict[Function, Any] = {}
+    functions: dict[str, torch_private.Function] = {}
+    last: dict[torch_private.Function, Any] = {}
     for each in notes:
         frame = torch_private.function_of(each.compile_id)
         if each.co_name is not None:
@@ -281,7 +271,7 @@ def _last(notes: Iterable[Any]) -> dict[Function, Any]:
     return last
 
 
-def _described(function: Function, compilation: Any) -> Reason:
+def _described(function: torch_private.Function, compilation: Any) -> Reason:
     rest = _where(function)
     limit = _LIMIT.search(compilation.fail_reason or "")
     if limit is None:

@@ -266,7 +266,7 @@ def _higher_order(query: _Query) -> _Found:
         return None
     name = op.name()
     if name in op_tables.CONTROL_FLOW:
-        return "control_flow", "the host decides which branch runs"
+        return "control_flow", "the host decides what runs"
     if name in op_tables.CAPTURABLE_HOPS:
         return None
     if name not in op_tables.NESTED_GRAPH_HOPS:
