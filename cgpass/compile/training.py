@@ -94,6 +94,7 @@ class TrainingCall:
             fast.is_loaded
             and self.graphs is not None
             and len(args) == self.graphs[0].num_inputs
+            and not fast.in_transform()
             and torch_private.autograd_is_plain()
         )
 

@@ -171,10 +171,10 @@ PyObject* requiring_grad(PyObject* const* args) {
   return PyBytes_FromStringAndSize(flags.data(), values.size);
 }
 
-// unchanged(mappings, keys, values, holders, sizes): whether each mapping has the same object for its key as before, where
+// unchanged(dicts, keys, values, holders, sizes): whether each dict has the same object for its key as before, where
 // ... stands for nothing, and each holder, another container, has its size: 64-bit integers.
 PyObject* unchanged(PyObject* const* args) {
-  const Items mappings(args[0]), keys(args[1]), values(args[2]), holders(args[3]);
+  const Items dicts(args[0]), keys(args[1]), values(args[2]), holders(args[3]);
   const Entries<int64_t> sizes(args[4], holders.size);
   for (Py_ssize_t k = 0; k < holders.size; ++k) {
     const Py_ssize_t size = PyObject_Size(holders[k]);
@@ -182,15 +182,8 @@ PyObject* unchanged(PyObject* const* args) {
     if (size != sizes.entries[k]) Py_RETURN_FALSE;
   }
   for (Py_ssize_t k = 0; k < keys.size; ++k) {
-    PyObject* found = nullptr;
-    if (PyDict_CheckExact(mappings[k])) {  // a KeyError takes its time
-      found = Py_XNewRef(PyDict_GetItemWithError(mappings[k], keys[k]));
-    } else {
-      found = PyObject_GetItem(mappings[k], keys[k]);
-      if (found == nullptr && PyErr_ExceptionMatches(PyExc_KeyError)) PyErr_Clear();
-    }
+    PyObject* found = PyDict_GetItemWithError(dicts[k], keys[k]);
     if (found == nullptr && PyErr_Occurred()) throw python_error();
-    Py_XDECREF(found);
     if ((found != nullptr ? found : Py_Ellipsis) != values[k]) Py_RETURN_FALSE;
   }
   Py_RETURN_TRUE;

@@ -132,23 +132,16 @@ def has_default_saved_tensors_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-_TRANSFORMS: tuple[Any, ...] = tuple(
-    map(torch._C._parse_dispatch_key, ("VmapMode", "FuncTorchDynamicLayerFrontMode"))
-)
-"""Keys of transforms, and of the vmap that autograd batches gradients with.
-
-Source: aten/src/ATen/LegacyVmapMode.cpp and aten/src/ATen/functorch/DynamicLayer.cpp, 2.11 to 2.15.
-"""
-
-
 def autograd_is_plain() -> bool:
-    """Tell if autograd records operators as it does by default: no transform, mode, anomaly detection or the like."""
+    """Tell if autograd records operators as it does by default: no mode, anomaly detection or the like.
+
+    Of transforms `fast.in_transform` tells.
+    """
     return (
         torch.is_grad_enabled()
         and not torch.is_inference_mode_enabled()
         and not torch.is_anomaly_enabled()
         and not num_dispatch_modes()
-        and not any(map(torch._C._dispatch_tls_is_dispatch_key_included, _TRANSFORMS))
         and not in_forward_ad()
         and not compiled_autograd_is_on()
     )
