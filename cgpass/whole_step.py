@@ -62,7 +62,6 @@ _ITS_LINE: Final = "cgpass.explain(loss_fn, batch) names the line"
 _TOO_OFTEN: Final = "it was compiled torch._dynamo.config.recompile_limit times; keep what changes the same, or make it a tensor"
 _names = itertools.count()
 _Args = tuple[Any, ...]
-_Boxed = Callable[[list[Any]], Sequence[Any]]
 _Options = Mapping[str, Any] | Options | None
 
 
@@ -424,10 +423,9 @@ def _why_never(
     if returned[layout.differentiable[0]] is not loss or loss.numel() != 1:
         return "the loss is not a tensor of one element that requires grad"
     for fn in (forward, backward):
-        executor = getattr(fn, "executor", None)
-        if executor is None:
+        if not isinstance(fn, Executor):
             return "a part of it runs without CUDA graphs, or draws random numbers again in the backward"
-        runners = _runners(executor)
+        runners = _runners(fn)
         if not runners:
             return "none of the loss is captured; cgpass.explain(loss_fn, batch) says why"
         if any(runner.communicates for runner in runners):
@@ -446,10 +444,10 @@ class _Whole:
         """Nothing is recorded yet."""
         graphs: Any = training.graphs
         self._layout, forward, backward, self._positions = graphs
-        self._forward: _Boxed = forward.executor
-        self._backward: _Boxed = backward.executor
-        part = _runners(forward.executor)[0]
-        first, second = Single.of(forward.executor.plan), Single.of(backward.executor.plan)
+        self._forward: Executor = forward
+        self._backward: Executor = backward
+        part = _runners(forward)[0]
+        first, second = Single.of(forward.plan), Single.of(backward.plan)
         self.is_one = first is not None and second is not None
         """True if one graph can hold all of it."""
         self._arguments: Mapping[int, Argument] = {}
@@ -467,7 +465,7 @@ class _Whole:
         leaves: Sequence[int] = self._positions
         if first is not None and second is not None:
             infos, self._arguments = first.infos(), first.arguments
-            self._forward, self._backward = first.run, second.run
+            self._forward, self._backward = first.alone(), second.alone()
             update.known_as.update((id(args[n]), infos[n].name) for n in leaves)
         else:
             gradient = InputInfo("a gradient", InputKind.POOLED, mutated=True)
@@ -574,7 +572,7 @@ class _Whole:
         """Return what the forward returns, and gradients as autograd would put them into `.grad`."""
         layout, scaler = self._layout, self._update.scaler
         with torch_private.autocast_off():
-            outputs = list(self._forward(inputs))
+            outputs = self._forward(inputs)
             returned = outputs[: layout.num_returned]
             saved = [*outputs[layout.checked], *outputs[layout.unchecked]]
             rest = outputs[layout.rest]
@@ -584,7 +582,7 @@ class _Whole:
                 tangent = tangent * torch_private.scale_of(scaler).to(tangent.dtype)
             call = [*rest, *saved, layout.tangents[0](tangent)]
             del rest, saved, tangent
-            gradients = list(self._backward(call))
+            gradients = self._backward(call)
         found: list[Any] = []
         for n, leaf in zip(self._positions, self._leaves, strict=True):
             found.append(self._own_gradient(gradients[n], leaf))

@@ -209,7 +209,7 @@ class GraphBuilder:
 
     def _executor(
         self, plan: Plan, parts: Sequence[PartitionSummary], graph: telemetry.Graph
-    ) -> Boxed:
+    ) -> Executor:
         """A callable that telemetry and profiles know of."""
         names = [part.name for part in parts]
         in_profiles = {n: self.source.of(f"cgpass: {self.direction} {n}") for n in names}
@@ -222,12 +222,7 @@ class GraphBuilder:
             if isinstance(step.run, PartitionRunner)
         }
         telemetry.tell(graph)
-
-        def call(args: list[Any]) -> list[Any]:
-            return executor(args)
-
-        setattr(call, "executor", executor)  # noqa: B010  for whole training steps
-        return torch_private.mark_boxed(call)
+        return executor
 
     def _part(self, part: Part, graph: telemetry.Graph) -> Any:
         gm = part.gm

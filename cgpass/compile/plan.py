@@ -13,7 +13,7 @@ from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.compile.facts.lines import user_line
 from cgpass.compile.facts.values import attribute, graph_outputs
 from cgpass.compile.passes.outline import Part, resolve
-from cgpass.runtime.executor import Plan, Step
+from cgpass.runtime.executor import Executor, Plan, Step
 from cgpass.runtime.partition import PartitionRunner
 
 
@@ -137,19 +137,11 @@ class Single:
             for n in range(self.plan.num_inputs)
         ]
 
-    def run(self, args: list[Any]) -> list[Any]:
-        """Call the graph without its runner, with the scalars on the device already; `args` is emptied."""
-        slots = args + [None] * (self.plan.num_slots - self.plan.num_inputs)
-        args.clear()
+    def alone(self) -> Executor:
+        """Make what calls the graph without its runner, with the scalars on the device already."""
         *first, last = self.plan.steps
-        for step in first:
-            slots[step.outputs[0]] = slots[step.inputs[0]]
-        inputs = [slots[n] for n in last.inputs]
-        for n in last.drops:
-            slots[n] = None
-        for n, output in zip(last.outputs, self.runner.fn(inputs), strict=True):
-            slots[n] = output
-        return [slots[n] for n in self.plan.outputs]
+        steps = (*(replace(step, run=list) for step in first), replace(last, run=self.runner.fn))
+        return Executor(replace(self.plan, steps=steps), None)
 
 
 def _host_step(node: fx.Node) -> Callable[[list[Any]], Sequence[Any]]:

@@ -97,6 +97,7 @@ class Executor:
         self._stats = runners[0].stats if runners else CallStats()
         self._visible = sorted(plan.visible)
         self._tell_uses()
+        torch_private.mark_boxed(self)
 
     def _tell_uses(self) -> None:
         """Tell runners who gets what of their outputs."""

@@ -74,7 +74,7 @@ def test_one_partition_behind_scalars_that_are_put_on_the_device():
     assert list(single.arguments) == [1]
     assert [info.name for info in single.infos()] == ["x", "number 1"]
     args = [torch.tensor(3.0), torch.tensor(4.0)]
-    assert [value.item() for value in single.run(args)] == [8.0, 7.0]
+    assert [value.item() for value in single.alone()(args)] == [8.0, 7.0]
     assert args == []
 
 
