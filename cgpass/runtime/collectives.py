@@ -12,7 +12,6 @@ communicated while it is recorded.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,21 +86,6 @@ class Alone(torch_private.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def completed(func: Callable[..., Any]) -> Callable[..., Any]:
-    """`func`, or what runs it and waits for its results, if it starts a functional collective."""
-    if not starts(func):
-        return func
-
-    @functools.wraps(func)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        results = func(*args, **kwargs)
-        for value in tensors_in(results):
-            torch.ops._c10d_functional.wait_tensor(value)
-        return results
-
-    return run
-
-
 class UnderWay:
     """Collectives in place that a replay started: those that have nothing to do with each other go on together.
 
@@ -119,12 +103,14 @@ class UnderWay:
         if not self._works or _only_views(func):
             return
         touched = _extents((args, kwargs, results))
-        known = isinstance(func, torch._ops.OpOverload)
+        known = isinstance(func, torch._ops.OpOverload) and not starts(func)
         if not known or any(a < d and c < b for a, b in touched for c, d in self._places):
             self.wait()
 
     def note(self, func: Any, args: tuple[Any, ...], results: Any) -> None:
-        """Note what a call started."""
+        """Note what a call started; what a functional collective makes is waited for at once."""
+        for value in tensors_in(results) if starts(func) else ():
+            torch.ops._c10d_functional.wait_tensor(value)
         if _works_in_place(func):
             self._works += [v for v in pytree.tree_leaves(results) if hasattr(v, "wait")]
             self._places += _extents(args)

@@ -23,7 +23,6 @@ from cgpass.runtime.collectives import (
     Alone,
     UnderWay,
     communicates,
-    completed,
     made_alone,
     only_wraps,
 )
@@ -207,7 +206,7 @@ class _Tape(torch_private.TorchDispatchMode):
             self._call(func, args, kwargs),
         )
         grad = torch.is_grad_enabled()
-        self.calls.append((completed(func), *where, grad, pytree.tree_map(self._where, out)))
+        self.calls.append((func, *where, grad, pytree.tree_map(self._where, out)))
         return out
 
     def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
