@@ -34,7 +34,7 @@ from cgpass.recompute.states import CheckpointStates
 from cgpass.runtime import fast
 from cgpass.runtime.changes import mend, open_modes
 from cgpass.runtime.driver import is_capture_error
-from cgpass.runtime.inputs import Layout, overlaps_itself, shared_with_written
+from cgpass.runtime.inputs import Layout, shared_with_written
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recorder, Recording
 from cgpass.telemetry import progress
@@ -230,52 +230,42 @@ class Pair:
         d = self.description
         results, saved, members = self._held
         self._held = [], [], []
-        grads = [_gradient_of(results[n]) for n in self.graph.with_grad]
+        grads = [torch.zeros_like(results[n]) for n in self.graph.with_grad]
         if not grads:
             return []
         d.run_hook("pre_backward")
         kinds = [
             InputKind.POOLED if i in self._homes else InputKind.STATIC for i in range(len(saved))
         ]
-        static = [InputKind.STATIC] * len(members)
-        kinds += static + [InputKind.COPIED] * len(grads)
+        kinds += [InputKind.STATIC] * len(members) + [InputKind.COPIED] * len(grads)
         args = [*saved, *members, *grads]
         saved.clear()
         grads.clear()
         self._backward_key = d.statics.layouts(members)  # by now hooks may have moved them
         with d.statics.accumulated_kept():
-            found = self._run_both(execute, args, kinds, members, static, warms_up=warms_up)
+            found = execute(self._run_graph, args, kinds, "backward")
+            if d.makes_weight_grads is not None:
+                self._split_off(execute, members, warms_up=warms_up)
         d.run_hook("backward")
         return found
 
-    def _run_both(
-        self,
-        execute: Execute,
-        args: list[Any],
-        kinds: list[InputKind],
-        members: Sequence[Any],
-        static: list[InputKind],
-        *,
-        warms_up: bool,
-    ) -> list[Any]:
-        """Run the backward, and what it leaves to `backward_dw`."""
-        d = self.description
-        found = execute(self._run_graph, args, kinds, "backward")
-        trained = () if d.makes_weight_grads is None else d.trained()
+    def _split_off(self, execute: Execute, members: Sequence[Any], *, warms_up: bool) -> None:
+        """Run what the backward left to `backward_dw`, if it left anything."""
+        d, trained = self.description, self.description.trained()
         self._splits = any(trained) and (warms_up or self._splits)
-        if self._splits:
-            error = None
-            try:
-                made = execute(self._make_weight_grads, list(members), static, "backward_dw")
-                self._splits = d.always_leaves_some or any(grad is not None for grad in made)
-            except Exception as raised:
-                if not warms_up or (d.always_leaves_some and not d.has_frozen()):
-                    raise
-                self._splits = False  # it has nothing to do, as where weights are frozen
-                error = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0]}"
-            if not self._splits:
-                d.leaves_nothing[trained] = error
-        return found
+        if not self._splits:
+            return
+        error, kinds = None, [InputKind.STATIC] * len(members)
+        try:
+            made = execute(self._make_weight_grads, list(members), kinds, "backward_dw")
+            self._splits = d.always_leaves_some or any(grad is not None for grad in made)
+        except Exception as raised:
+            if not warms_up or (d.always_leaves_some and not d.has_frozen()):
+                raise
+            self._splits = False  # it has nothing to do, as where weights are frozen
+            error = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0]}"
+        if not self._splits:
+            d.leaves_nothing[trained] = error
 
     def _run_graph(self, args: list[Any]) -> list[Any]:
         """The backward, without a recording or while it is recorded; empties the list."""
@@ -508,15 +498,6 @@ class Pair:
 
 def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
-
-
-def _gradient_of(result: torch.Tensor) -> torch.Tensor:
-    """Zeros laid out as a result, unless elements of that share memory."""
-    strides = result.stride()
-    if overlaps_itself(result):
-        strides = torch.empty(result.shape, device="meta").stride()
-    like = torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
-    return like.zero_()
 
 
 def _run_backward(call: Call, saved: list[Any] | None, grads: list[Any] | None) -> list[Any]:
