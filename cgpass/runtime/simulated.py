@@ -31,6 +31,7 @@ from cgpass.runtime.failures import random_states
 from cgpass.runtime.writes import tensors_in, written_by
 
 _POISON = 0xFF
+"""Bytes of memory that nobody has written: nothing of meaning."""
 _HOST_READS = (torch.Tag.data_dependent_output, torch.Tag.cudagraph_unsafe)
 _HOST_METHODS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.cpu)
 _FOREIGN: Final = (
@@ -111,40 +112,29 @@ def _is_new(value: Any, known: Container[int]) -> bool:
     return address != 0 and address not in known
 
 
-class _Block:
-    """Memory that stays where it is."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._buffer = torch.UntypedStorage(num_bytes)
-        self.address = self._buffer.data_ptr()
-        self.num_bytes = num_bytes
-
-
 class SimulatedPool:
     """Memory of one owner's recordings: a block is free when the last storage on it has died."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[_Block]] = {}
-        self._blocks: dict[int, _Block] = {}
+        self._free: dict[int, list[torch.UntypedStorage]] = {}
+        """By size. A block is a storage that stays where it is."""
+        self._blocks: dict[int, torch.UntypedStorage] = {}
 
     def __contains__(self, address: int) -> bool:
         return address in self._blocks
 
-    def addresses(self) -> frozenset[int]:
-        """Return the addresses of blocks, free ones too."""
-        return frozenset(self._blocks)
-
     def live_blocks(self) -> dict[int, int]:
         """Bytes of the blocks that are not free, by address."""
-        free = {block.address for blocks in self._free.values() for block in blocks}
-        return {a: block.num_bytes for a, block in self._blocks.items() if a not in free}
+        free = {block.data_ptr() for blocks in self._free.values() for block in blocks}
+        return {a: block.nbytes() for a, block in self._blocks.items() if a not in free}
 
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
         """A storage on a free block. **Lifetime:** it owns the block, whatever becomes of the pool."""
         free = self._free.setdefault(num_bytes, [])
-        block = free.pop() if free else _Block(num_bytes)
-        self._blocks[block.address] = block
-        view = memoryview((ctypes.c_char * num_bytes).from_address(block.address)).cast("B")
+        new: Any = torch.UntypedStorage  # no stub has its `fill_`
+        block = free.pop() if free else new(num_bytes).fill_(_POISON)
+        self._blocks[block.data_ptr()] = block
+        view = memoryview((ctypes.c_char * num_bytes).from_address(block.data_ptr())).cast("B")
         finalizer: Any = weakref.finalize(view, free.append, block)
         finalizer.atexit = False
         return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
@@ -169,11 +159,8 @@ class _Tape(torch_private.TorchDispatchMode):
         self.calls: list[_Call] = []
         self._pool = pool
         self._inputs = {_address(tensor) for tensor in inputs}
-        self._reused = pool.addresses()
         self._before: dict[int, torch.UntypedStorage] = {}
-        """Storages at addresses that a call wrote, if they were there before the recording."""
-        self._fresh: dict[int, int] = {}
-        """Sizes of the blocks that are this recording's first of all."""
+        """What lay at addresses that a call wrote."""
         # a dispatched call gets another Python object of the same generator
         self._registered = {_implementation(generator) for generator in generators}
         self._random_state = _random_state()
@@ -245,23 +232,17 @@ class _Tape(torch_private.TorchDispatchMode):
 
     def _move(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
         storage = self._pool.allocate(source.nbytes())
-        if storage.data_ptr() in self._reused:
-            self._keep_contents(storage.data_ptr(), storage.nbytes())
-        else:
-            self._fresh[storage.data_ptr()] = storage.nbytes()
+        self._keep_contents(storage.data_ptr(), storage.nbytes())
         storage.copy_(source)
         return storage
 
     def _keep_contents(self, address: int, num_bytes: int) -> None:
-        if address not in self._fresh and address not in self._before:
+        if address not in self._before:
             storage = torch_private.storage_at(address, num_bytes, torch.device("cpu"))
             self._before[address] = storage.clone()
 
     def undo(self) -> None:
-        """Put back what was there before; memory that nobody had used before holds nothing of meaning."""
-        for address, num_bytes in self._fresh.items():
-            storage = torch_private.storage_at(address, num_bytes, torch.device("cpu"))
-            torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).fill_(_POISON)
+        """Put back what was there before."""
         for address, content in self._before.items():
             torch_private.storage_at(address, content.nbytes(), torch.device("cpu")).copy_(content)
 

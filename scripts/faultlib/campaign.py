@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import cgpass
-from cgpass.runtime import capturing, simulated
+from cgpass.runtime import capturing
 from cgpass.runtime.inputs import Placeholder
 from cgpass.runtime.recording import Recording
 from faultlib import inject, programs
@@ -250,7 +250,7 @@ def _modes() -> str | None:
 
 
 def _living() -> Counter[str]:
-    kinds = (torch.Tensor, Recording, Placeholder, simulated._Block)
+    kinds = (torch.Tensor, Recording, Placeholder, torch.UntypedStorage)
     return Counter(type(each).__name__ for each in gc.get_objects() if type(each) in kinds)
 
 
