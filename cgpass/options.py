@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 from cgpass.errors import OptionError
 
 log = logging.getLogger(__name__)
+_warn_once: Final = functools.cache(log.warning)
 
 SCRIPTS_OWN: Final = frozenset({"CGPASS_VENV", "CGPASS_RANDOM_PROGRAMS"})
 """Variables that this repository's scripts and tests read."""
@@ -180,18 +181,13 @@ def _from_environment() -> dict[str, Any]:
         elif variable not in SCRIPTS_OWN:
             unknown.append(variable)
     if unknown:
-        _warn_of(", ".join(unknown))
+        _warn_once(
+            "cgpass: unknown environment variables are ignored: %s; options are %s followed by one of %s",
+            ", ".join(unknown),
+            ENV_PREFIX,
+            ", ".join(name.upper() for name in _SPECS),
+        )
     return found
-
-
-@functools.cache
-def _warn_of(unknown: str) -> None:
-    log.warning(
-        "cgpass: unknown environment variables are ignored: %s; options are %s followed by one of %s",
-        unknown,
-        ENV_PREFIX,
-        ", ".join(name.upper() for name in _SPECS),
-    )
 
 
 def from_text(variable: str, name: str, text: str) -> Any:

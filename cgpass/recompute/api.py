@@ -17,6 +17,7 @@ from cgpass.recompute.states import Numbers
 from cgpass.recompute.tracker import RNGStatesTracker
 
 log = logging.getLogger(__name__)
+_warn_once: Final = functools.cache(log.warning)
 TORCHS_SETTINGS: Final = ("preserve_rng_state", "early_stop", "debug")
 """Arguments of `torch.utils.checkpoint.checkpoint` that are none of `cgpass.checkpoint`'s."""
 
@@ -90,7 +91,10 @@ def _checkpoint(
     tracker: RNGStatesTracker | None,
 ) -> Any:
     if torch_private.in_functorch() or torch_private.in_forward_ad():
-        _warn_of_plain_run()
+        _warn_once(
+            "cgpass.checkpoint: inside transforms of torch.func and forward-mode AD the function runs as it is: nothing is "
+            "recomputed, no memory is saved, values and gradients are right."
+        )
         return fn(*args, **kwargs)
     forward_context, context = context_fn()
     if not torch.is_grad_enabled():
@@ -134,11 +138,3 @@ def _names(fn: Callable[..., Any], name: str) -> bool:
         return name in inspect.signature(called).parameters
     except (TypeError, ValueError):  # a builtin may have none
         return True
-
-
-@functools.cache
-def _warn_of_plain_run() -> None:
-    log.warning(
-        "cgpass.checkpoint: inside transforms of torch.func and forward-mode AD the function runs as it is: nothing is "
-        "recomputed, no memory is saved, values and gradients are right."
-    )

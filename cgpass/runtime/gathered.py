@@ -12,12 +12,14 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator
+from typing import Final
 
 import torch
 
 from cgpass import torch_private
 
 log = logging.getLogger(__name__)
+_warn_once: Final = functools.cache(log.warning)
 
 _gathered: weakref.WeakKeyDictionary[torch.UntypedStorage, None] = weakref.WeakKeyDictionary()
 """Storages that FSDP2 gathers into."""
@@ -42,17 +44,12 @@ def _allocating(device: torch.device) -> Iterator[None]:
             try:
                 stack.enter_context(torch.cuda.use_mem_pool(_pool(index), device=index))
             except RuntimeError as error:
-                _note_refusal(str(error))
+                _warn_once(
+                    "FSDP2's gathered parameters have no memory pool of their own (%s): layers may take more steps until "
+                    "they are recorded",
+                    str(error).partition("\n")[0],
+                )
         yield
-
-
-@functools.cache
-def _note_refusal(why: str) -> None:
-    log.warning(
-        "FSDP2's gathered parameters have no memory pool of their own (%s): layers may "
-        "take more steps until they are recorded",
-        why.partition("\n")[0],
-    )
 
 
 @functools.cache

@@ -201,7 +201,7 @@ TRANSFORMS = {
 @pytest.mark.parametrize("transform", list(TRANSFORMS))
 def test_transforms_run_the_function_plainly(transform, caplog):
     x = tensor(4, 3)
-    api._warn_of_plain_run.cache_clear()
+    api._warn_once.cache_clear()
 
     def checkpointed(x):
         return cgpass.checkpoint(lambda x: x.sin().exp(), x)

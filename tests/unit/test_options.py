@@ -48,7 +48,7 @@ def test_environment_variables_are_read(monkeypatch, variable, text, expected):
 
 
 def test_variables_that_are_no_options_are_named_in_one_warning(monkeypatch, caplog):
-    options._warn_of.cache_clear()
+    options._warn_once.cache_clear()
     monkeypatch.setenv("CGPASS_SIMULATED", "1")
     monkeypatch.setenv("CGPASS_OPTIONS", "{}")
     assert current_defaults() == current_defaults() == Options()
