@@ -42,12 +42,10 @@ def random_states(
 @contextlib.contextmanager
 def random_state_kept(device: torch.device, args: Iterable[Any]) -> Iterator[None]:
     """Leave every generator where it is that work on `device` with inputs `args` may draw from."""
-    states = random_states(device, args)
-    try:
+    with contextlib.ExitStack() as stack:
+        for generator, state in 2 * random_states(device, args):  # an exception may end one
+            stack.callback(generator.set_state, state)
         yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
 
 
 def give_memory_back(error: BaseException, driver: GraphDriver) -> None:

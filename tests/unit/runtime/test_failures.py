@@ -1,11 +1,14 @@
 """Failed captures: the search for the operator, and the runner's calls afterwards."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch import fx
 
 from cgpass.compile.culprits import find_culprit
 from cgpass.errors import CaptureError
+from cgpass.runtime import failures
 from cgpass.runtime.capturing import is_capturing_here
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
@@ -162,3 +165,12 @@ def test_memory_that_warm_ups_left_serves_a_second_try():
     for _ in range(3):
         call(run, torch.ones(3))
     assert counts(run) == (1, 1, 2, 0)
+
+
+def test_random_states_are_put_back_though_that_raises_once(monkeypatch):
+    """Else a call that can't be recorded again would go on with other random numbers."""
+    generators = [Mock(**{"set_state.side_effect": [MemoryError, None]}) for _ in range(2)]
+    monkeypatch.setattr(failures, "random_states", lambda *_: [(each, 3) for each in generators])
+    with pytest.raises(MemoryError), failures.random_state_kept(torch.device("cpu"), ()):
+        pass
+    assert [each.set_state.call_count for each in generators] == [2, 2]
