@@ -321,7 +321,7 @@ class Pair:
         if what != "forward":
             return recording.memory.aliases()
         self.forward = recording
-        kept = owner.driver.live_blocks(pool_index).keys() - before.keys()
+        kept = owner.driver.live_blocks(pool_index) - before
         self._is_alone |= not kept <= {*recording.memory.addresses()}
         written = [(args[i].data, args[i].data.clone()) for i in sorted(recording.written)]
         outputs = recording.run(args)

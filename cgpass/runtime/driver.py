@@ -74,8 +74,8 @@ class GraphDriver:
     def prepare_thread(self) -> None:
         """Before this thread records what it never warmed up: make what libraries keep for each thread."""
 
-    def live_blocks(self, pool_index: int) -> dict[int, int]:
-        """Memory of a pool that is in use now: bytes by address. Captures that are over count with what outlived them."""
+    def live_blocks(self, pool_index: int) -> set[int]:
+        """Addresses of a pool's memory that is in use now. Captures that are over count with what outlived them."""
         raise NotImplementedError
 
     def pool_bytes(self) -> int | None:
@@ -369,15 +369,14 @@ class CUDADriver(GraphDriver):
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             torch_private.make_library_handles(self.device)
 
-    def live_blocks(self, pool_index: int) -> dict[int, int]:
+    def live_blocks(self, pool_index: int) -> set[int]:
         """See `GraphDriver.live_blocks`. From the allocator's own records; on the host, no synchronisation."""
         pool = self._pools.get(pool_index)
         if pool is None or not pool.is_used:
-            return {}
-        segments = torch_private.pool_segments(pool.handle)
+            return set()
         return {
-            block["address"]: block["size"]
-            for segment in segments
+            block["address"]
+            for segment in torch_private.pool_segments(pool.handle)
             for block in segment["blocks"]
             if block["state"] == "active_allocated"
         }

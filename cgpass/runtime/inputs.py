@@ -272,7 +272,7 @@ class Inputs:
         known, here = self._known[i], (_place_of(value), storage)
         if any(at != here and (at[1] == storage or was == name) for at, (_, was) in known.items()):
             return True
-        return bool(known) and next(reversed(known.values()))[0].expired
+        return bool(known) and next(reversed(known.values()))[0].expired()
 
     def storages(self, args: Sequence[Any], places: bytes) -> dict[int, torch_private.WeakStorage]:
         """Storages of the static inputs that are read in place, by what tells them apart; none is kept alive."""
@@ -285,7 +285,7 @@ class Inputs:
         """Note where static inputs lie that are new there: of one storage the newest places, of others as they live."""
         for i in new:
             storage = args[i].untyped_storage()
-            alive = {at: each for at, each in self._known[i].items() if not each[0].expired}
+            alive = {at: each for at, each in self._known[i].items() if not each[0].expired()}
             mine = [at for at in alive if at[1] == storage._cdata]
             for at in mine[: max(0, len(mine) - self._max_places + 1)]:
                 del alive[at]

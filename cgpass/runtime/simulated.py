@@ -123,10 +123,10 @@ class SimulatedPool:
     def __contains__(self, address: int) -> bool:
         return address in self._blocks
 
-    def live_blocks(self) -> dict[int, int]:
-        """Bytes of the blocks that are not free, by address."""
+    def live_blocks(self) -> set[int]:
+        """Addresses of the blocks that are not free."""
         free = {block.data_ptr() for blocks in self._free.values() for block in blocks}
-        return {a: block.nbytes() for a, block in self._blocks.items() if a not in free}
+        return self._blocks.keys() - free
 
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
         """A storage on a free block. **Lifetime:** it owns the block, whatever becomes of the pool."""
@@ -331,10 +331,10 @@ class SimulatedDriver(GraphDriver):
         tape.end()
         return outputs
 
-    def live_blocks(self, pool_index: int) -> dict[int, int]:
+    def live_blocks(self, pool_index: int) -> set[int]:
         """See `GraphDriver.live_blocks`."""
         pool = self._pools.get(pool_index)
-        return {} if pool is None else pool.live_blocks()
+        return set() if pool is None else pool.live_blocks()
 
     def is_capturing(self) -> bool:
         """Tell whether this thread records right now, through whichever driver: a recording inside would be part of it."""

@@ -48,7 +48,7 @@ class Seen:
     @property
     def is_gone(self) -> bool:
         """True if something that it reads in place exists no more."""
-        return any(storage.expired for storage in self.storages.values())
+        return any(storage.expired() for storage in self.storages.values())
 
 
 class RecordingTable:

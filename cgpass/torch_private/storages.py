@@ -59,26 +59,15 @@ is_zero_tensor: Callable[[torch.Tensor], bool] = torch._is_zerotensor
 """True if a tensor stands for zeros and has no memory; forward-mode AD makes such."""
 
 
-class WeakStorage:
-    """Knows whether a storage has died.
+class WeakStorage(StorageWeakRef):
+    """Knows whether a storage has died: see `expired`.
 
-    Source: torch/multiprocessing/reductions.py `StorageWeakRef`, 2.11 to 2.15.
+    Source: torch/multiprocessing/reductions.py, 2.11 to 2.15.
     """
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._ref = StorageWeakRef(storage)
-        self.cdata = self._ref.cdata
-
-    @property
-    def expired(self) -> bool:
-        """Tell if it has died."""
-        return self._ref.expired()
 
     def get(self) -> torch.UntypedStorage | None:
         """The storage, None if it has died."""
-        if self._ref.expired():
-            return None
-        return torch.UntypedStorage._new_with_weak_ptr(self._ref.cdata)
+        return None if self.expired() else torch.UntypedStorage._new_with_weak_ptr(self.cdata)
 
 
 def has_symbolic_sizes(tensor: torch.Tensor) -> bool:
