@@ -20,7 +20,6 @@ import dataclasses
 import inspect
 import itertools
 import logging
-import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -119,16 +118,13 @@ def train_step(
             )
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise InputError(f"scaler is a {type(scaler).__name__}, not a torch.amp.GradScaler")
-    if not _is_number(accumulate, int) or accumulate < 1:
+    if type(accumulate) is not int or accumulate < 1:
         raise OptionError(f"accumulate={accumulate!r}: must be a number of calls, 1 or more")
-    if max_norm is not None and not (_is_number(max_norm, (int, float)) and max_norm > 0):
+    is_number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
+    if max_norm is not None and not (is_number and max_norm > 0):
         raise OptionError(f"max_norm={max_norm!r}: must be a positive number, or None")
     scaler = scaler if scaler is not None and scaler.is_enabled() else None
     return TrainStep(loss_fn, Update(optimizers, max_norm, scaler), accumulate, options)
-
-
-def _is_number(value: object, kind: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 class TrainStep:
@@ -403,9 +399,8 @@ def _detaching(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         # A copy: a graph that returns a tensor and a detach() of it, as of `loss, {"loss": loss.detach()}`, is no plain one.
         return loss.clone(), pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, more)
 
-    name = f"loss_of_{next(_names)}"
-    code = loss_of.__code__.replace(co_name=name)
-    return types.FunctionType(code, loss_of.__globals__, name, None, loss_of.__closure__)
+    loss_of.__code__ = loss_of.__code__.replace(co_name=f"loss_of_{next(_names)}")
+    return loss_of
 
 
 def _why_never(
@@ -443,11 +438,9 @@ class _Whole:
     def __init__(self, training: TrainingCall, args: _Args, update: Update, name: str) -> None:
         """Nothing is recorded yet."""
         graphs: Any = training.graphs
-        self._layout, forward, backward, self._positions = graphs
-        self._forward: Executor = forward
-        self._backward: Executor = backward
-        part = _runners(forward)[0]
-        first, second = Single.of(forward.plan), Single.of(backward.plan)
+        self._layout, self._forward, self._backward, self._positions = graphs
+        part = _runners(self._forward)[0]
+        first, second = Single.of(self._forward.plan), Single.of(self._backward.plan)
         self.is_one = first is not None and second is not None
         """True if one graph can hold all of it."""
         self._arguments: Mapping[int, Argument] = {}
@@ -456,8 +449,7 @@ class _Whole:
         self._contents: tuple[list[Any], bytes] = fast.contents(
             self._take_leaves(args), (), fast.NOTHING
         )
-        has_gaps = any(map(torch_private.has_gaps, self._contents[0]))
-        self._own_gradient = _own_gradient_of_any if has_gaps else _own_gradient
+        self._has_slices = any(map(torch_private.has_gaps, self._contents[0]))
         self._places = b""
         """Of what the loss writes, and of learning rates."""
         self._update = update
@@ -585,23 +577,20 @@ class _Whole:
             gradients = self._backward(call)
         found: list[Any] = []
         for n, leaf in zip(self._positions, self._leaves, strict=True):
-            found.append(self._own_gradient(gradients[n], leaf))
+            found.append(_own_gradient(gradients[n], leaf, self._has_slices))
             gradients[n] = None
         return returned, found
 
 
-def _own_gradient(gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    """A gradient as autograd puts it into `.grad`: laid out as the parameter. Its memory is its own: see `OwnGradients`.
+def _own_gradient(gradient: torch.Tensor, leaf: torch.Tensor, may_be_slice: bool) -> torch.Tensor:
+    """A gradient as autograd puts it into `.grad`: laid out as the parameter, but contiguous where that is a slice.
+
+    Its memory is its own: see `OwnGradients`.
 
     Source: torch/csrc/autograd/functions/accumulate_grad.h.
     """
+    if may_be_slice and torch_private.has_gaps(leaf):
+        return gradient.contiguous()
     if gradient.stride() == leaf.stride():
         return gradient
     return torch.empty_like(leaf).copy_(gradient)
-
-
-def _own_gradient_of_any(gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    """The same where parameters may be slices, whose gradients are contiguous."""
-    if torch_private.has_gaps(leaf):
-        return gradient.contiguous()
-    return _own_gradient(gradient, leaf)
