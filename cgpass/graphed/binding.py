@@ -160,7 +160,8 @@ def _described(value: Any, requires_grad: int) -> str:
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__}"
     is_plain = value.layout is torch.strided and not value.is_nested
-    text = f"{list(value.shape)} {value.dtype} on {value.device}" if is_plain else str(value.layout)
+    odd = "nested" if value.is_nested else str(value.layout)
+    text = f"{list(value.shape)} {value.dtype} on {value.device}" if is_plain else odd
     return f"{text} with requires_grad=True" if requires_grad else text
 
 

@@ -69,7 +69,7 @@ class GraphedFunction:
         options: GraphedOptions,
         owner: Owner | None,
     ) -> None:
-        self.name = self.__name__ = target.name
+        self.name = self.__name__ = self.__qualname__ = target.name
         self.refusal = target.refusal
         self.ungraphed: Callable[..., Any] = target.run
         """Runs the callable without a graph."""

@@ -38,7 +38,7 @@ from cgpass.graphed.binding import like_leaf
 from cgpass.graphed.modules import ACCUMULATED, Statics
 from cgpass.recompute.checkpointed import Checkpoint
 from cgpass.runtime.changes import Mode
-from cgpass.runtime.inputs import layout_of
+from cgpass.runtime.inputs import flat_view, layout_of
 from cgpass.runtime.writes import has_place
 
 if TYPE_CHECKING:
@@ -130,8 +130,8 @@ class Differentiated:
 
     # ---- the graph
 
-    def separate(self) -> list[torch.Tensor]:
-        """Take the saved tensors out of the graph and return them; forget the result.
+    def separate(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Take the saved tensors out of the graph and return them; forget the result, of which `results` are the tensors.
 
         The same tensor is there once. Arguments are there as copies, since later calls have theirs in the same place.
         """
@@ -149,7 +149,7 @@ class Differentiated:
                 places.add(tensor.untyped_storage()._cdata)
         tensor = node = each = self.result = None
         copies = {
-            t.untyped_storage()._cdata: t.detach().clone().untyped_storage()
+            t.untyped_storage()._cdata: flat_view(t.detach()).clone().untyped_storage()
             for t in self.leaves[:end]
             if t.untyped_storage()._cdata in places
         }
@@ -165,7 +165,7 @@ class Differentiated:
         saved.clear()  # the graph holds what packs
         copies.clear()
         self.wanted = tuple(sorted(self._reached))
-        self.keeps_inputs = self._warms_up and (is_opaque or _are_kept(self.leaves, end))
+        self.keeps_inputs = self._warms_up and (is_opaque or _are_kept(self.leaves, end, results))
         return taken
 
     def users_besides(
@@ -455,14 +455,15 @@ def _is_memoryless(tensor: torch.Tensor) -> bool:
     return tensor.layout is not torch.strided or torch_private.is_zero_tensor(tensor)
 
 
-def _are_kept(tensors: Sequence[torch.Tensor], count: int) -> bool:
-    """Tell whether something besides a list and a graph holds one of the first tensors in it or its memory."""
+def _are_kept(tensors: Sequence[torch.Tensor], count: int, results: Sequence[torch.Tensor]) -> bool:
+    """Tell whether something besides a list, a graph and results holds one of the first tensors in it or its memory."""
     alone = torch.empty(1, device="cpu")
-    (expected,) = _holders([alone])
+    ((references, users),) = _holders([alone])
+    found = _holders(tensors)[:count]
+    shown = Counter(t.untyped_storage()._cdata for t in results if has_place(t))
     return any(
-        now > least
-        for each in _holders(tensors)[:count]
-        for now, least in zip(each, expected, strict=True)
+        now > references or uses > users + shown[tensor.untyped_storage()._cdata]
+        for (now, uses), tensor in zip(found, tensors, strict=False)
     )
 
 

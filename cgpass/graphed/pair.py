@@ -55,7 +55,17 @@ class Call:
     of it for ever, since Python's garbage collector does not see into the node.
     """
 
-    __slots__ = ("__weakref__", "ended", "held", "is_plain", "members", "name", "pair", "position")
+    __slots__ = (
+        "__weakref__",
+        "ended",
+        "has_run",
+        "held",
+        "is_plain",
+        "members",
+        "name",
+        "pair",
+        "position",
+    )
 
     def __init__(self, pair: "Pair", members: list[torch.Tensor], position: Any) -> None:
         self.pair: Pair | None = pair
@@ -66,8 +76,8 @@ class Call:
         """Storages of saved tensors."""
         self.ended = False
         """True once no further backward may come."""
-        self.is_plain = False
-        """True if its backward ran without a graph."""
+        self.has_run = self.is_plain = False
+        """True if its backward ran; if it ran without a graph."""
 
     def settle(self) -> None:
         """Nothing more is to come."""
@@ -103,6 +113,10 @@ class Pair:
         self._call: weakref.ref[Call] | None = None
         self._splits = False
         """True if its backward leaves gradients of weights to `backward_dw`."""
+        self._beside: set[int] = set()
+        """Blocks that are kept otherwise than as results and saved tensors."""
+        self._serves_once = False
+        """True if its backward lets go of some, which the recording of it then overwrites."""
 
     # ---- warm-ups and recordings
 
@@ -170,7 +184,7 @@ class Pair:
                 raise d.refusal(f"returns {why}")
             self.structure = structure
             num_results = len(outputs)
-            return [*outputs, *graph.separate()]
+            return [*outputs, *graph.separate(outputs)]
 
         kinds = [InputKind.COPIED] * len(samples) + [InputKind.STATIC] * len(members)
         outputs = execute(fn, [*samples, *members], kinds, "forward")
@@ -318,11 +332,14 @@ class Pair:
         if what == "backward":
             kept = {self._kept[self._homes[i][1]] for i in recording.consumes}
             self._consumed = {0: tuple(sorted(kept))}
+            lost = self._beside - owner.driver.live_blocks(pool_index)
+            self._serves_once = self.graph.recomputes_once or bool(lost)
         if what != "forward":
             return recording.memory.aliases()
         self.forward = recording
         kept = owner.driver.live_blocks(pool_index) - before
-        self._is_alone |= not kept <= {*recording.memory.addresses()}
+        self._beside = kept - {*recording.memory.addresses()}
+        self._is_alone |= bool(self._beside)
         written = [(args[i].data, args[i].data.clone()) for i in sorted(recording.written)]
         outputs = recording.run(args)
         owner.note_handed_out(recording)
@@ -400,6 +417,12 @@ class Pair:
             owner.enter_call(is_backward=True)
             backward = self._recordings.get("backward")
             plainly = backward is None or d.statics.layouts(call.members) != self._backward_key
+            if call.has_run and self._serves_once:
+                raise GraphedBackwardError(
+                    f"{call.name}: a second backward through one forward, whose first one let go of what it needs (a "
+                    "selective checkpoint, hooks of saved tensors). Ask for its gradients together."
+                )
+            call.has_run = True
             if self._splits and call in d.due and not (plainly and call.is_plain):
                 # what that needs would be overwritten, or lies elsewhere
                 raise GraphedBackwardError(

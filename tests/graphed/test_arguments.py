@@ -30,6 +30,32 @@ def test_samples_that_are_conjugates_or_negatives(setting, lazy):
 
 
 @pytest.mark.parametrize(
+    "part", [lambda x: x[:, :4], lambda x: x[::2, 4:], lambda x: x.chunk(2, 1)[1]]
+)
+def test_samples_with_gaps(setting, part):
+    layer = setting.module(torch.nn.Linear(4, 4))
+    graphed = setting.graphed(layer, (part(setting.randn(6, 8)),))
+    for _ in range(2):
+        x = setting.randn(6, 8)
+        grads = [
+            torch.autograd.grad(fn(part(x)).sum(), list(layer.parameters()))
+            for fn in (graphed, layer)
+        ]
+        for a, b in zip(*grads, strict=True):
+            same(a, b)
+
+
+def test_arguments_that_are_returned_are_nothing_that_a_backward_keeps(setting):
+    layer = setting.module(torch.nn.Linear(4, 4))
+    graphed = setting.graphed(
+        lambda x: (layer(x), x, x.view(-1)), (setting.randn(3, 4, grad=True),), modules=(layer,)
+    )
+    results = [graphed(setting.randn(3, 4)) for _ in range(5)]
+    assert len(results) == 5
+    assert graphed.stats.rerecordings == 0
+
+
+@pytest.mark.parametrize(
     "fn",
     [
         lambda x: x[None].expand(3, 3),

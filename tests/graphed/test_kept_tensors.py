@@ -314,7 +314,7 @@ def test_what_a_graph_saved_is_held_by_nobody_else(setting):
     graphed = setting.graphed(lambda x: (x * x).sin(), (x,))
     run = Differentiated(graphed, (), warms_up=False)
     run.forward([x])
-    saved = run.separate()
+    saved = run.separate([])
     refs = [torch.multiprocessing.reductions.StorageWeakRef(t.untyped_storage()) for t in saved]
     del saved
     assert [ref.expired() for ref in refs] == [True, True]

@@ -211,6 +211,10 @@ def test_a_selective_checkpoint_whose_graph_is_lost(setting):
 
     graphed = setting.graphed(fn, (setting.randn(3, 4, grad=True),), modules=(layer,))
     out = graphed(setting.randn(3, 4))
+    out.sum().backward(retain_graph=True)
+    with pytest.raises(cgpass.errors.GraphedBackwardError, match="first one let go of what it"):
+        out.sum().backward()
+    out = graphed(setting.randn(3, 4))
     graphed.reset()
     with pytest.raises(cgpass.errors.GraphedBackwardError, match="its graphs were freed between"):
         out.sum().backward()
