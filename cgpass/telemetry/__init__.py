@@ -142,10 +142,8 @@ class StepCalls:
 
     def explain(self) -> str:
         """Describe its calls, a line each."""
-        pieces = self.calls - self.whole_calls
-        lines = [
-            f"{self.name}: {many(self.calls, 'call')}, {self.whole_calls} as a whole, {pieces} in pieces"
-        ]
+        ways = f"{self.whole_calls} as a whole, {self.calls - self.whole_calls} in pieces"
+        lines = [f"{self.name}: {many(self.calls, 'call')}, {ways}"]
         lines += [f"  {number} in pieces: {why}" for why, number in self.in_pieces.most_common()]
         return "\n".join(lines + [each.explain() for each in self.variants if each.stats.calls])
 

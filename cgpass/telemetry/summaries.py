@@ -82,9 +82,8 @@ def counted(found: Iterable[Reason]) -> tuple[Reason, ...]:
     first: dict[object, Reason] = {}
     for reason in found:
         key = (reason.code, reason.detail) if reason.is_chosen else replace(reason, count=1)
-        earlier = first.get(key)
-        count = reason.count + (0 if earlier is None else earlier.count)
-        first[key] = replace(earlier or reason, count=count)
+        earlier = first.setdefault(key, replace(reason, count=0))
+        first[key] = replace(earlier, count=earlier.count + reason.count)
     return tuple(sorted(first.values(), key=lambda each: each.is_chosen))
 
 
