@@ -12,7 +12,7 @@ from cgpass.report.model import Facts
 from cgpass.report.text import costs, headline, share, wrapped
 from cgpass.telemetry.reason import NEW, many
 
-_FAILED = frozenset({"capture", "failed_capture", "no_placeholder", "out_of_memory"})
+_FAILED = frozenset({"capture", "failed_capture", "out_of_memory"})
 """Codes of what turned out not to be capturable only when it was captured."""
 _NONE = frozenset({"raised", *NEW})
 """Codes of calls that did not fall back."""

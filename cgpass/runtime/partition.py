@@ -52,7 +52,7 @@ from cgpass.runtime.inputs import (
 )
 from cgpass.runtime.outputs import Uses
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.recording import Recorder, Recording, StagingError
+from cgpass.runtime.recording import Recorder, Recording
 from cgpass.runtime.rng import distances, forward_states, note_replayed, put_on_the_device
 from cgpass.runtime.table import RecordingTable, Seen
 from cgpass.runtime.writes import Changes
@@ -596,21 +596,18 @@ class PartitionRunner:
 
     def _run_without(self, args: list[Any], seen: Seen, error: Exception) -> Plain:
         """Make a call that could not be recorded."""
-        unstaged = isinstance(error, StagingError)
-        key_alone = unstaged or isinstance(error, torch.OutOfMemoryError)
-        nobody_asks = self.on_failure is None and not is_capture_error(error)
-        tries_anew = unstaged or (not key_alone and (nobody_asks or not self._ran_here))
-        if tries_anew and not self._tried_anew:
-            self._tried_anew = True  # it may succeed later, or once this thread ran a call
-            return self._warm_up(args), None
-        if key_alone:
+        if isinstance(error, torch.OutOfMemoryError):
             give_memory_back(error, self.owner.driver)
-            code, why = "no_placeholder" if unstaged else "out_of_memory", _text_of(error)
+            code, why = "out_of_memory", _text_of(error)
             if self._refuses:
                 self._refuse(error, OTHER_FIXES[code])
             self._say_once(code, why)
             seen.left_plain = code, why
             return self._plain(args, code, why)
+        nobody_asks = self.on_failure is None and not is_capture_error(error)
+        if (nobody_asks or not self._ran_here) and not self._tried_anew:
+            self._tried_anew = True  # it may succeed later, or once this thread ran a call
+            return self._warm_up(args), None
         return self._run_failed(args, error)
 
     def _run_failed(self, args: list[Any], error: Exception) -> Plain:

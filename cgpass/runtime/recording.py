@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cgpass import torch_private
-from cgpass.errors import CGPassError
 from cgpass.runtime import fast
 from cgpass.runtime.driver import BoxedCallable, CapturedGraph
 from cgpass.runtime.inputs import (
@@ -33,10 +32,6 @@ from cgpass.telemetry import CallStats
 
 if TYPE_CHECKING:
     from cgpass.runtime.partition import PartitionRunner
-
-
-class StagingError(CGPassError, RuntimeError):
-    """An input can't be put into the memory that a recording reads; the partition runs without a graph."""
 
 
 @dataclass(eq=False, repr=False)
@@ -252,8 +247,7 @@ class Recorder:
     ) -> Recording:
         """Record one signature; nobody but `args` may hold inputs that are to die inside.
 
-        Raises `CaptureError` where the callable gives an input another shape, and `StagingError` where no placeholder can
-        stand for one.
+        Raises `CaptureError` where the callable gives an input another shape.
         """
         owner, layout = self.owner, self.layout
         released = owner.begin_recording(pool_index)
@@ -326,13 +320,6 @@ class Recorder:
             like, whole = layout_of(value), info.whole_storage
             key = (numbers[like], *like, *(place_of(value) if whole else ()))
             numbers[like] += 1
-            try:
-                known[key] = found[i] = known.get(key) or Placeholder(value, whole_storage=whole)
-                found[i].copy_from(value)
-            except (torch.OutOfMemoryError, MemoryError):
-                raise
-            except Exception as error:  # ours: nothing of the user's ran
-                raise StagingError(
-                    f"{info.name} can't be given memory of fixed address ({type(error).__name__}: {error})"
-                ) from error
+            known[key] = found[i] = known.get(key) or Placeholder(value, whole_storage=whole)
+            found[i].copy_from(value)
         return found

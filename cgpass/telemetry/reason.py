@@ -14,7 +14,6 @@ OTHER_FIXES: Final = {
     "no_work": "leave it: nothing is lost",
     "capture": "name the operator that fails in unsafe_ops, or move it out of a CUDAGraphWrapper: the rest is captured then",
     "out_of_memory": "free memory, or lower max_recordings; after cgpass.reset() the next calls try again",
-    "no_placeholder": "pass the input as a dense tensor",
     "raised": "see the error",
     "shares_memory": "pass tensors that share no memory: clone() one of them",
     "max_recordings": "pad inputs to a few sizes, or raise max_recordings",

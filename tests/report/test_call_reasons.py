@@ -12,7 +12,6 @@ from cgpass.options import Options
 from cgpass.report import check
 from cgpass.report.report import Report
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.recording import StagingError
 from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.telemetry.reason import NEW, OTHER_FIXES, CallReasons
 from tests.report.samples import joined
@@ -166,10 +165,6 @@ CALLS = {
     "out_of_memory": (
         lambda: failing(torch.OutOfMemoryError("CUDA out of memory")),
         "3 of 4 calls ran without a graph: OutOfMemoryError: CUDA out of memory",
-    ),
-    "no_placeholder": (
-        lambda: failing(StagingError("x0 can't be given memory of fixed address")),
-        "2 of 4 calls ran without a graph: StagingError: x0 can't be given memory of fixed address",
     ),
     "new_tensor": (
         replaced,

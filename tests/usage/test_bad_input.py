@@ -7,7 +7,6 @@ import torch
 
 import cgpass
 from cgpass.errors import CaptureError, DriverUnavailableError, OptionError
-from cgpass.runtime import recording
 from tests.usage import programs
 from tests.usage.programs import FindsRows, long_enough
 
@@ -122,34 +121,6 @@ def test_sparse_and_quantised_values_are_right(kind):
             for each in (call(*inputs), fn(*inputs))
         )
         assert torch.equal(ours, plain)
-
-
-def no_placeholder(*args, **kwargs):
-    raise RuntimeError("no such memory")
-
-
-def test_an_input_that_gets_no_placeholder_is_our_failure_not_the_users(caplog, monkeypatch):
-    monkeypatch.setattr(recording, "Placeholder", no_placeholder)
-    result, said, counters = plainly(caplog, long_enough, X)
-    assert torch.equal(result, long_enough(X))
-    (message,) = said
-    line = long_enough.__code__.co_firstlineno + 1
-    assert message == (
-        f"inference captured_0 of programs.py:{line} in long_enough: calls like this one run without a "
-        "graph: StagingError: x can't be given memory of fixed address (RuntimeError: no such memory). Pass the input as a "
-        "dense tensor."
-    )
-    assert (counters["skips"], counters["partitions_captured"]) == (0, 1)
-
-
-def test_raise_refuses_an_input_that_gets_no_placeholder(monkeypatch):
-    monkeypatch.setattr(recording, "Placeholder", no_placeholder)
-    call = compiled(long_enough, on_skip="raise")
-    call(X)
-    call(X)  # memory may have been short just then
-    with pytest.raises(CaptureError, match="no such memory"):
-        call(X)
-    torch.compiler.reset()  # it is tried again: the count of captured partitions rises here, not in another test
 
 
 def test_raise_names_what_is_in_the_way():
