@@ -19,7 +19,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 Key = tuple[bytes, bytes, tuple[bool, ...]]
 """Addresses of parameters and buffers, which of them require grad, and flags among the arguments."""
+_LETS_GO: Final = "A first backward of it lets go of what it needs (a selective checkpoint, hooks of saved tensors)"
 Execute = Callable[[Callable[[list[Any]], list[Any]], list[Any], list[InputKind], str], list[Any]]
 """Warms a function up, or records it: with its arguments, their kinds and its name; returns what it returned."""
 
@@ -116,7 +117,7 @@ class Pair:
         self._beside: set[int] = set()
         """Blocks that are kept otherwise than as results and saved tensors."""
         self._serves_once = False
-        """True if its backward lets go of some, which the recording of it then overwrites."""
+        """True if its backward lets go of some: the recording of it may overwrite them, and none can run again."""
 
     # ---- warm-ups and recordings
 
@@ -332,8 +333,9 @@ class Pair:
         if what == "backward":
             kept = {self._kept[self._homes[i][1]] for i in recording.consumes}
             self._consumed = {0: tuple(sorted(kept))}
-            lost = self._beside - owner.driver.live_blocks(pool_index)
-            self._serves_once = self.graph.recomputes_once or bool(lost)
+            made = {*recording.memory.addresses()}  # where some that are kept may have lain
+            left = self._beside & owner.driver.live_blocks(pool_index) - made
+            self._serves_once = self.graph.recomputes_once or left != self._beside
         if what != "forward":
             return recording.memory.aliases()
         self.forward = recording
@@ -419,8 +421,7 @@ class Pair:
             plainly = backward is None or d.statics.layouts(call.members) != self._backward_key
             if call.has_run and self._serves_once:
                 raise GraphedBackwardError(
-                    f"{call.name}: a second backward through one forward, whose first one let go of what it needs (a "
-                    "selective checkpoint, hooks of saved tensors). Ask for its gradients together."
+                    f"{call.name}: a second backward through one forward. {_LETS_GO}: ask for gradients together."
                 )
             call.has_run = True
             if self._splits and call in d.due and not (plainly and call.is_plain):
@@ -437,10 +438,9 @@ class Pair:
                 found = self._replay(backward, [*self._nothing, *grads])
             else:
                 why = "its graphs were freed" if backward is None else "its parameters moved"
-                if self.graph.recomputes_once:
+                if self._serves_once:
                     raise GraphedBackwardError(
-                        f"{call.name}: {why} between a forward and its backward. A selective checkpoint in it allows no "
-                        "further recomputation: run the backward before."
+                        f"{call.name}: {why} between a forward and its backward. {_LETS_GO}: run the backward before."
                     )
                 d.tell(f"runs a backward without a graph: {why}.")
                 d.count_plain(f"a backward, since {why}")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import cgpass
+from cgpass.errors import GraphedBackwardError
 from cgpass.graphed.differentiated import Differentiated
 from tests.graphed.steps import clear_grads, graphed_twins, net, same_grads, twins
 from tests.graphed.test_orders import check
@@ -191,6 +192,38 @@ def test_backwards_without_a_graph_find_what_is_saved_and_kept(setting):
         for result in found:
             result.square().sum().backward()
     same_grads(module, plain)
+
+
+CACHE = {}
+
+
+class Pops(torch.autograd.Function):
+    """Takes what it needs out of a cache."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.key = object()
+        CACHE[ctx.key] = x.cos()
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * CACHE.pop(ctx.key)
+
+
+def test_a_backward_that_lets_go_of_what_it_needs_runs_once(setting):
+    graphed, module, plain = graphed_twins(setting, Runs(lambda module, x: Pops.apply(x)))
+    for resets in (False, True):
+        x = setting.randn(4, 8)
+        outs = [each(x) for each in (graphed, plain)]
+        for out in outs:
+            out.sum().backward(retain_graph=True)
+        same_grads(module, plain)
+        late = graphed(x)
+        if resets:
+            graphed.graphed.reset()
+        with pytest.raises(GraphedBackwardError, match="lets go of what it needs"):
+            (late if resets else outs[0]).sum().backward()
 
 
 class HasConstants(torch.nn.Module):
