@@ -108,7 +108,7 @@ class GraphBuilder:
         if is_skip:
             why = skip or "; ".join(dict.fromkeys(map(str, found)))
         elif not found:
-            why = f"it has no operators; {OTHER_FIXES['no_work']}"
+            why = f"it has no operators on tensors; {OTHER_FIXES['no_work']}"
         elif all(reason.code in ("no_work", "effect_token") for reason in found):
             why = "it launches no work on the device"
         else:

@@ -102,6 +102,14 @@ def is_ours(compilation: Any) -> bool:
     return function_of(compilation.compile_id) in _ours
 
 
+class _UntilLoaded:
+    """Among import hooks: has graph breaks noted as soon as Dynamo is loaded."""
+
+    @staticmethod
+    def find_spec(*_: Any) -> None:
+        note_graph_breaks()
+
+
 def note_graph_breaks() -> None:
     """Have graph breaks noted from now on, and more compilations; nothing happens until Dynamo is loaded.
 
@@ -114,15 +122,18 @@ def note_graph_breaks() -> None:
     convert = sys.modules.get("torch._dynamo.symbolic_convert")
     kind = getattr(convert, "InstructionTranslatorBase", None)
     log = getattr(kind, "log_graph_break", None)
+    if log is None and _UntilLoaded not in sys.meta_path:
+        sys.meta_path.insert(0, _UntilLoaded)
     if kind is None or log is None or hasattr(log, "_notes_for_cgpass"):
         return
-    from torch._dynamo import eval_frame, utils
-
-    utils.set_compilation_metrics_limit(_NOTED)
+    sys.meta_path[:] = [each for each in sys.meta_path if each is not _UntilLoaded]
+    sys.modules["torch._dynamo.utils"].set_compilation_metrics_limit(_NOTED)
 
     @functools.wraps(log)
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (backend := _backend_of_ours(self)) is not None:
+            from torch._dynamo import eval_frame
+
             eval_frame.cached_backends.setdefault(id(backend), backend)  # as `register_backend`
             code, error = self.f_code, kwargs.get("exc", args[-1] if args else None)
             _graph_breaks.append(

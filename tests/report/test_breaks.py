@@ -3,6 +3,8 @@
 import inspect
 import logging
 import os
+import subprocess
+import sys
 import traceback
 import warnings
 from dataclasses import replace
@@ -223,6 +225,33 @@ def test_a_break_in_a_helper_names_the_call_that_led_to_it():
     assert found.line.startswith(f"{at(helper, 'in the helper')} in helper: ")
     reached = f", reached from {at(calls_twice, 'the first call')} in calls_twice"
     assert found.detail.endswith(reached)
+
+
+FIRST = """
+from cgpass import explain, set_defaults
+import torch
+set_defaults(driver="simulated", compiler="eager")
+with explain() as report:
+    torch.compile(lambda x: (print(), x.sin())[1], backend="cgpass")(torch.ones(2))
+assert len(report.graph_breaks) == 1, report
+"""
+
+
+def test_breaks_of_a_first_compilation_are_noted_as_dynamo_loads():
+    subprocess.run([sys.executable, "-c", FIRST], check=True)
+
+
+def two(x):
+    y, _ = chain(x) * x.sum().item(), print("here")  # noqa: T201
+    return chain(y)
+
+
+def test_two_breaks_at_a_line_are_two():
+    found = cgpass.explain(two, X, training=False).graph_breaks
+    assert [each.detail.split(": ")[1] for each in found] == [
+        "the host reads a tensor's value",
+        "print can't be traced",
+    ]
 
 
 class Fine(nn.Module):

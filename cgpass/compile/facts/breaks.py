@@ -144,7 +144,7 @@ def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
         detail += f", in {library_file(last.filename)}:{last.lineno}"
         if "torch._dynamo.graph_break()" in text:
             fix = "leave it: torch compiles the function called there by itself"
-        elif fix == _BEHIND:  # the file is somebody else's
+        elif fix == _BEHIND or fix.startswith("Avoid "):  # the file is somebody else's
             fix = _OUTSIDE
     elif len(users) > 1:
         detail += f", reached from {at(users[0].filename, users[0].lineno, users[0].name)}"
@@ -213,7 +213,8 @@ def graph_breaks(
         found += [reason] if reason.rest is not None or any(mine) else []
     every: dict[Any, Reason] = {}
     for reason in found:
-        every.setdefault((place_of(reason.line) or reason, reason.rest), reason)
+        cause = reason.detail.partition(", ")[0]
+        every.setdefault((place_of(reason.line) or reason, reason.rest, cause), reason)
     return list(every.values())
 
 

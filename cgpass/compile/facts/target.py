@@ -16,7 +16,7 @@ class Target:
     device: torch.device
     records: bool
     skip: str | None = None
-    """The reason that nothing of it can be captured, if so; `device` then means nothing."""
+    """The reason that nothing of it can be captured, if so, empty if it has no tensors; `device` then means nothing."""
 
     @property
     def driver(self) -> str | None:
@@ -40,7 +40,7 @@ def find_target(gm: fx.GraphModule, driver: str) -> Target:
     if len(cuda) > 1:
         return _skipped(f"it uses several devices: {', '.join(map(str, cuda))}")
     if not found:
-        return _skipped("it has no tensors")
+        return _skipped("")
     if all(d.type == "meta" for d in found):
         return _skipped("its tensors are on meta and hold no values")
     if any(map(_quantises, gm.graph.nodes)):
