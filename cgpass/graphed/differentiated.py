@@ -460,7 +460,7 @@ def _are_kept(tensors: Sequence[torch.Tensor], count: int, results: Sequence[tor
     alone = torch.empty(1, device="cpu")
     ((references, users),) = _holders([alone])
     found = _holders(tensors)[:count]
-    shown = Counter(t.untyped_storage()._cdata for t in results if has_place(t))
+    shown = Counter(t.untyped_storage()._cdata for t in results if not _is_memoryless(t))
     return any(
         now > references or uses > users + shown[tensor.untyped_storage()._cdata]
         for (now, uses), tensor in zip(found, tensors, strict=False)

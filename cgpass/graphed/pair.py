@@ -366,7 +366,7 @@ class Pair:
             return None
         names = self.description.binding.names
         for i, stride in self._strides:
-            if args[i].stride() != stride:
+            if args[i].stride() != stride or args[i].is_conj() or args[i].is_neg():
                 return f"{names[i]}, which results are views of, has another memory layout than the sample"
         if self._written and shared_with_written(args, self._written):
             written = " or ".join(names[i] for i in self._written)

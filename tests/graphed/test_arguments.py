@@ -29,6 +29,14 @@ def test_samples_that_are_conjugates_or_negatives(setting, lazy):
     assert graphed.stats.plain_calls == 0
 
 
+def test_results_that_are_views_of_conjugates(setting):
+    graphed = setting.graphed(lambda x: (x[1:], x * 2), (complex_randn(setting, 3),))
+    for make in (torch.conj, torch.clone):
+        x = make(complex_randn(setting, 3))
+        same(graphed(x)[0].resolve_conj(), x[1:].resolve_conj())
+    assert graphed.stats.plain_calls == 1
+
+
 @pytest.mark.parametrize(
     "part", [lambda x: x[:, :4], lambda x: x[::2, 4:], lambda x: x.chunk(2, 1)[1]]
 )
@@ -48,7 +56,9 @@ def test_samples_with_gaps(setting, part):
 def test_arguments_that_are_returned_are_nothing_that_a_backward_keeps(setting):
     layer = setting.module(torch.nn.Linear(4, 4))
     graphed = setting.graphed(
-        lambda x: (layer(x), x, x.view(-1)), (setting.randn(3, 4, grad=True),), modules=(layer,)
+        lambda x: (layer(x), x, x.view(-1), x[:0]),
+        (setting.randn(3, 4, grad=True),),
+        modules=(layer,),
     )
     results = [graphed(setting.randn(3, 4)) for _ in range(5)]
     assert len(results) == 5
