@@ -1,7 +1,6 @@
 """The driver on a real device: failed and foreign captures, streams, registered generators."""
 
 import functools
-import logging
 import os
 import subprocess
 import sys
@@ -77,11 +76,10 @@ def test_a_failed_capture_leaves_the_process_healthy(owner, caplog):
 
     runner = runner_of(owner, boxed(syncs), InputKind.COPIED)
     x = torch.zeros(4, device="cuda")
-    with caplog.at_level(logging.WARNING, "cgpass"):
-        for _ in range(3):
-            runner.run([x])
+    for _ in range(3):
+        runner.run([x])
     assert (runner.stats.warmups, runner.stats.replays, runner.stats.plain_calls) == (1, 0, 2)
-    assert len([r for r in caplog.records if "can't be captured" in r.getMessage()]) == 1
+    assert sum("can't be captured" in each for each in caplog.messages) == 1
     assert_process_is_healthy()
 
 

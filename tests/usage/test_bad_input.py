@@ -1,7 +1,5 @@
 """Input that cgpass refuses with a clear error, or runs without a graph with a reason."""
 
-import logging
-
 import pytest
 import torch
 
@@ -69,9 +67,8 @@ def test_mode_is_refused():
 
 
 def test_an_operator_that_is_none_is_named(caplog):
-    with caplog.at_level(logging.WARNING, "cgpass"):
-        compiled(long_enough, unsafe_ops=["aten::no_such_op", "aten::sin", "aten::hstc"])(X)
-    messages = [r.getMessage() for r in caplog.records if "no such operator" in r.getMessage()]
+    compiled(long_enough, unsafe_ops=["aten::no_such_op", "aten::sin", "aten::hstc"])(X)
+    messages = [each for each in caplog.messages if "no such operator" in each]
     assert messages == [
         "unsafe_ops names aten::hstc, but no such operator is registered; did you mean aten::histc?",
         "unsafe_ops names aten::no_such_op, but no such operator is registered",
@@ -80,7 +77,7 @@ def test_an_operator_that_is_none_is_named(caplog):
 
 def plainly(caplog, fn, *args, options=None):
     """Runs three calls that must not be captured; gives their last result and what was said."""
-    with caplog.at_level(logging.WARNING, "cgpass"), programs.counted() as counters:
+    with programs.counted() as counters:
         call = compiled(fn, **(options or {}))
         for _ in range(3):
             result = call(*args)
@@ -136,7 +133,7 @@ def test_raise_names_what_is_in_the_way():
 def test_warn_says_it_once_per_graph(caplog):
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         call = compiled(FindsRows())
-        with caplog.at_level(logging.WARNING, "cgpass"), torch.no_grad():
+        with torch.no_grad():
             for _ in range(3):
                 call(X)
     said = [r.getMessage() for r in caplog.records if r.name.startswith("cgpass")]

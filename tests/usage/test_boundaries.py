@@ -87,8 +87,7 @@ def backward_that_checks(session):
 @pytest.mark.parametrize("program", [twice, backward_that_checks])
 def test_effects_happen_at_every_call_between_graphs(slow_way, program, caplog):
     before = telemetry.counters()["graphs"]
-    with caplog.at_level("WARNING", "cgpass"):
-        slow_way.compare(program, min_partition_ops=1, on_skip="warn")
+    slow_way.compare(program, min_partition_ops=1, on_skip="warn")
     graph = [g.summary for g in telemetry.graphs(before) if g.summary.partitions][-1]
     assert any(part.captured for part in graph.partitions), str(graph)
     if program is twice:
@@ -265,8 +264,7 @@ def close(setting, program, **options):
 def test_the_guilty_operator_runs_between_graphs(setting, caplog, op, compiler):
     if (setting.device.type, compiler) == ("cpu", "inductor") and op is not syncs:
         pytest.skip("Inductor is slow on CPU: one operator is enough there")
-    with caplog.at_level(logging.WARNING, "cgpass"):
-        counters = close(setting, inference(op), compiler=compiler)
+    counters = close(setting, inference(op), compiler=compiler)
     assert (counters["partitions_captured"], counters["partitions_eager"]) == (2, 1)
     assert counters["recordings"] == 2
     assert counters["replays"] >= 2 * 3
@@ -333,8 +331,7 @@ def test_raise_names_operator_and_line(setting):
 
 
 def test_silent_says_nothing(setting, caplog):
-    with caplog.at_level(logging.WARNING, "cgpass"):
-        setting.compare(inference(fails), on_skip="silent")
+    setting.compare(inference(fails), on_skip="silent")
     assert warned(caplog) == []
 
 
@@ -357,8 +354,7 @@ def test_where_torch_may_compile_no_more_it_runs_plainly(setting, caplog, forbid
                 values += [call(x).clone() for _ in range(3)]
             return [*values, call(x).clone()]
 
-    with caplog.at_level(logging.WARNING, "cgpass"):
-        counters = setting.compare(program)
+    counters = setting.compare(program)
     assert (counters["graphs"], counters["recordings"], counters["plain_calls"]) == (1, 0, 4)
     (message,) = warned(caplog)
     assert (
@@ -373,7 +369,7 @@ def test_without_dynamo_it_runs_plainly(setting, caplog):
         lambda x: (torch.ops.tests.fails_as_cuda_does(x.sin().cos()).exp().tanh(),)
     )
     x = session.randn(4)
-    with torch.no_grad(), caplog.at_level(logging.WARNING, "cgpass"):
+    with torch.no_grad():
         call = cgpass.cgpass(module, [x], options=session.options)
         for _ in range(4):
             assert torch.equal(call(x)[0], fails(x.sin().cos()).exp().tanh())
@@ -619,8 +615,7 @@ WHERE = {
 @pytest.mark.parametrize("where", WHERE)
 def test_the_users_error_comes_through_unchanged(setting, caplog, where):
     number, options = WHERE[where]
-    with caplog.at_level(logging.WARNING, "cgpass"):
-        counters = setting.compare(fails_in_call(number), **options)
+    counters = setting.compare(fails_in_call(number), **options)
     assert counters["replays"] > 0
     assert counters["plain_calls"] == 0
     assert warned(caplog) == []
@@ -655,7 +650,7 @@ OUT_OF_MEMORY = {
 @pytest.mark.parametrize("how", OUT_OF_MEMORY)
 def test_memory_that_runs_out(setting, caplog, how):
     settings, expected = OUT_OF_MEMORY[how]
-    with caplog.at_level(logging.WARNING, "cgpass"), torch.no_grad():
+    with torch.no_grad():
         counters = setting.compare(out_of_memory(**settings))
     assert tuple(counters[name] for name in COUNTED) == expected
     said = warned(caplog)

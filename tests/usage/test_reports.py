@@ -464,7 +464,7 @@ def test_kernels_that_do_not_repeat_themselves_are_named_once(setting, caplog):
         call = session.compile(lambda x: noise(x.sin()).cos().exp() + 1)
         return [call(batch) for batch in session.batches(4, 8, count=8)]
 
-    with cgpass.verify(), caplog.at_level(logging.WARNING, "cgpass"):
+    with cgpass.verify():
         setting.run(program)
     (message,) = [r.getMessage() for r in caplog.records if "test_reports.py" in r.getMessage()]
     assert "runs without graphs differ among themselves" in message
