@@ -29,50 +29,74 @@ class Fused(torch.autograd.Function):
 
 
 class FusedLinear(torch.nn.Module):
-    def __init__(self, device, *, asks):
+    def __init__(self):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(4, 4, device=device))
-        self.weight.main_grad = torch.zeros(4, 4, device=device)
-        if asks:
-            self.weight.grad_added_to_main_grad = False
+        self.weight = torch.nn.Parameter(torch.randn(8, 8))
 
     def forward(self, x):
         return Fused.apply(x, self.weight)
 
 
-@pytest.mark.parametrize("asks", [False, True])
-def test_fused_gradient_accumulation(setting, asks):
-    found = []
-    for graphed in (False, True):
-        torch.manual_seed(0)
-        module, fired = FusedLinear(setting.device, asks=asks), []
-        sample, xs = setting.randn(2, 4, grad=True), [setting.randn(2, 4) for _ in range(3)]
-        fn = setting.graphed(module, (sample,)) if graphed else module
-        module.weight.main_grad.zero_()
-        module.weight.register_post_accumulate_grad_hook(fired.append)
-        for x in xs:
-            x.requires_grad_()
-            fn(x).sum().backward()
-        found.append((module.weight.main_grad, *[x.grad for x in xs], len(fired)))
-    for plain, now in zip(*found, strict=True):
-        if isinstance(plain, int):
-            assert plain == now == 3
-        else:
-            same(now, plain)
+def accumulate(*modules, asks=True):
+    """Give them zeros to add to; a weight that asks is told of it, and gets a gradient."""
+    for each in modules:
+        each.weight.main_grad = torch.zeros_like(each.weight)
+        if asks:
+            each.weight.grad_added_to_main_grad = False
 
 
-def test_another_tensor_to_add_gradients_to(setting):
-    module = FusedLinear(setting.device, asks=False)
-    graphed = setting.graphed(module, (setting.randn(2, 4, grad=True),))
-    x, first = setting.randn(2, 4, grad=True), module.weight.main_grad
-    want = torch.ones(4, 2, device=setting.device) @ x.detach()
-    for place in (first, torch.zeros_like(first), first):
-        module.weight.main_grad = place.zero_()
-        for _ in range(2):
-            graphed(x).sum().backward()
-        torch.testing.assert_close(place, 2 * want)
-    stats = graphed.graphed.stats
-    assert (stats.rerecordings, stats.plain_calls) == (1, 0)
+@pytest.mark.parametrize("said", [None, False, True])
+def test_fused_gradient_accumulation(setting, said):
+    """`said` was left on the weight by a step before; None: it does not ask."""
+    module, plain = twins(setting, FusedLinear())
+    accumulate(module, plain, asks=said is not None)
+    if said:
+        module.weight.grad_added_to_main_grad = True
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    same(module.weight.main_grad, torch.zeros_like(plain.weight))
+    fired = []
+    for each in (module, plain):
+        each.weight.register_post_accumulate_grad_hook(fired.append)
+    for number in range(1, 4):
+        if said is not None:
+            module.weight.grad_added_to_main_grad = False
+        check(setting, graphed, plain)
+        assert said is None or module.weight.grad_added_to_main_grad
+        same(module.weight.main_grad, plain.weight.main_grad)
+        assert len(fired) == 2 * number
+
+
+def test_another_main_grad(setting):
+    """New or there before, of a parameter, of a new one on its memory, or between a forward and its backward."""
+    module, plain = twins(setting, FusedLinear())
+    accumulate(module, plain)
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    stats, first = graphed.graphed.stats, {fn: fn.weight.main_grad for fn in (graphed, plain)}
+
+    def step(change=lambda fn: None):
+        x = setting.randn(4, 8)
+        for fn in (graphed, plain):
+            y = fn(x).square().sum()
+            change(fn)
+            y.backward()
+        same(graphed.weight.main_grad, plain.weight.main_grad)
+
+    def replace(fn):
+        fn.weight = torch.nn.Parameter(fn.weight.data)
+        accumulate(fn)
+
+    def put_back(fn):
+        fn.weight.main_grad = first[fn]
+
+    step()
+    for change, recorded in ((accumulate, 1), (put_back, 1), (replace, 2), (accumulate, 3)):
+        for fn in (graphed, plain):
+            change(fn)
+        step()
+        assert (stats.rerecordings, stats.plain_calls) == (recorded, 0)
+    step(accumulate)
+    step()
+    assert stats.plain_calls == 1
 
 
 CHECKPOINTS = {

@@ -5,7 +5,6 @@ import torch
 
 import cgpass
 from tests.graphed.steps import graphed_twins, same, same_grads, twins
-from tests.graphed.test_saved import Fused as FusedGradient
 
 
 class _Input(torch.autograd.Function):
@@ -499,72 +498,3 @@ def test_graphs_that_are_freed_before_the_weights_gradients(setting):
         fn(x).sum().backward()
         fn.backward_dw()
     same_grads(module, plain)
-
-
-class _Accumulates(FusedGradient):
-    """Adds something of its own to `main_grad`, too."""
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.saved_tensors[1].main_grad.add_(0.5)
-        return FusedGradient.backward(ctx, grad)
-
-
-class Accumulates(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, x):
-        return _Accumulates.apply(x, self.weight)
-
-
-def accumulate(*modules):
-    for each in modules:
-        each.weight.main_grad = torch.zeros_like(each.weight)
-        each.weight.grad_added_to_main_grad = False
-
-
-@pytest.mark.parametrize("said", [False, True])
-def test_what_a_fused_backward_leaves_on_a_parameter(setting, said):
-    module, plain = twins(setting, Accumulates())
-    accumulate(module, plain)
-    module.weight.grad_added_to_main_grad = said  # by a step before
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
-    same(module.weight.main_grad, torch.zeros_like(plain.weight))
-    for _ in range(3):
-        x = setting.randn(4, 8)
-        for fn in (graphed, plain):
-            fn.weight.grad_added_to_main_grad = False
-            fn(x).square().sum().backward()
-            assert fn.weight.grad_added_to_main_grad
-        same(module.weight.main_grad, plain.weight.main_grad)
-
-
-def test_another_main_grad(setting):
-    """Of a parameter, of a new parameter on the same memory, and between a forward and its backward."""
-    module, plain = twins(setting, Accumulates())
-    accumulate(module, plain)
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
-
-    def step(change):
-        x = setting.randn(4, 8)
-        for fn in (graphed, plain):
-            y = fn(x).square().sum()
-            change(fn)
-            y.backward()
-        same(graphed.weight.main_grad, plain.weight.main_grad)
-
-    def replace(fn):
-        fn.weight = torch.nn.Parameter(fn.weight.data)
-        accumulate(fn)
-
-    step(lambda fn: None)
-    for change in (accumulate, replace, accumulate):
-        for fn in (graphed, plain):
-            change(fn)
-        step(lambda fn: None)
-    assert graphed.graphed.stats.plain_calls == 0
-    step(accumulate)
-    step(lambda fn: None)
-    assert graphed.graphed.stats.plain_calls == 1
