@@ -59,12 +59,13 @@ def test_past_the_limit_calls_run_plainly(setting, caplog):
     assert (stats.rerecordings, stats.plain_calls) == (2, 2)
 
 
-def test_a_parameter_that_is_removed_is_no_longer_there(setting):
+def test_a_parameter_that_is_removed_is_no_longer_there(setting, caplog):
     graphed, module, plain = graphed_twins(setting, torch.nn.Linear(8, 8))
     for each in (module, plain):
         each.bias = None
     check(setting, graphed, plain)
     assert graphed.graphed.stats.plain_calls == 1
+    assert "a parameter or buffer was removed" in caplog.text
     graphed.reset()
     check(setting, graphed, plain)
     assert graphed.graphed.stats.plain_calls == 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cgpass
-from tests.graphed.steps import check, net, same, same_grads, step, twins
+from tests.graphed.steps import check, graphed_twins, net, same, same_grads, step, twins
 
 
 class WithDeepcopy(torch.nn.Linear):
@@ -58,8 +58,7 @@ def renewed(module):
     ],
 )
 def test_other_modules_of_its_class_are_others(setting, change):
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    graphed, module, plain = graphed_twins(setting, net(), grad=False)
     other = setting.module(change(graphed))
     expected = setting.module(change(plain))
     expected.load_state_dict(other.state_dict())
@@ -130,19 +129,6 @@ def test_members_with_the_names_of_methods_are_there(setting):
     graphed = setting.graphed(setting.module(Gated()), (setting.randn(2, 4),))
     assert graphed.reset.weight.shape == graphed.graphed.weight.shape
     graphed.close()
-
-
-class PassesOn(torch.nn.Linear):
-    def forward(self, x, bias):
-        return super().forward(x) + bias, bias
-
-
-def test_what_is_passed_on_requires_grad_if_it_did(setting):
-    samples = setting.randn(3, 4, grad=True), setting.randn(3, 4, grad=True)
-    graphed = setting.graphed(setting.module(PassesOn(4, 4)), samples)
-    _, passed = graphed(setting.randn(3, 4), setting.randn(3, 4))
-    assert not passed.requires_grad
-    passed.add_(1)
 
 
 class Forwards(torch.nn.Module):

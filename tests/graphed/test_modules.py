@@ -13,7 +13,7 @@ import torch
 
 import cgpass
 from cgpass.runtime.owner import release_all
-from tests.graphed.steps import Layer, check, net, same, same_grads, twins
+from tests.graphed.steps import Layer, check, graphed_twins, net, same, same_grads, twins
 from tests.usage.programs import in_threads
 
 
@@ -87,8 +87,7 @@ def test_close_is_for_good(setting):
 
 
 def test_inside_of_a_compiled_function(setting):
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    graphed, _, plain = graphed_twins(setting, net())
 
     @torch.compile(backend="aot_eager")
     def fn(layer, x):
@@ -102,8 +101,7 @@ def test_inside_of_a_compiled_function(setting):
 
 
 def test_what_several_threads_get_is_no_memory_that_moves(setting):
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    graphed, module, plain = graphed_twins(setting, net())
     owner, x = graphed.graphed._owner, setting.randn(4, 8, grad=True)
     first = graphed(x)
     others = []
@@ -121,8 +119,7 @@ def test_what_several_threads_get_is_no_memory_that_moves(setting):
 
 def test_threads_that_go_backward_at_once(setting):
     """Captures run a backward of their own, and autograd has one thread for all that a device does."""
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    graphed, _, plain = graphed_twins(setting, net())
     inputs = [[setting.randn(4, 8, grad=True) for _ in range(6)] for _ in range(3)]
     start, found = threading.Barrier(3), {}
 
@@ -224,8 +221,7 @@ def again(setting, graphed, plain):
 
 
 def test_resets_leave_nothing_behind(setting):
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    graphed, _, plain = graphed_twins(setting, net(), grad=False)
     again(setting, graphed, plain)
     before, memory = ours(), in_use(setting.device)
     for _ in range(5):

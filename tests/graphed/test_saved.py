@@ -109,8 +109,7 @@ CHECKPOINTS = {
 @pytest.mark.parametrize("way", CHECKPOINTS)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_recorded_again_in_a_checkpoint(setting, way, dropout):
-    module, plain = twins(setting, net(dropout=dropout))
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    graphed, module, plain = graphed_twins(setting, net(dropout=dropout))
     for _ in range(3):
         move(module, plain)
         check(setting, *(functools.partial(CHECKPOINTS[way], fn) for fn in (graphed, plain)))
@@ -166,8 +165,7 @@ class Shares(torch.nn.Module):
 
 
 def test_hooks_around_a_settled_call_see_parameters_and_results_alone(setting):
-    module, plain = twins(setting, Shares())
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    graphed, module, plain = graphed_twins(setting, Shares())
     x, seen = setting.randn(4, 8, grad=True), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
         found = graphed(x)

@@ -276,8 +276,7 @@ class OfAChild(torch.nn.Module):
 
 
 def test_a_method_among_the_attributes(setting):
-    module, plain = twins(setting, OfAChild())
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    graphed, module, plain = graphed_twins(setting, OfAChild())
     x = setting.randn(4, 8)
     for fn in (graphed, plain):
         fn(x).square().sum().backward()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import cgpass
-from tests.graphed.steps import same, same_grads, step, twins
+from tests.graphed.steps import graphed_twins, same, same_grads, step, twins
 from tests.usage.programs import state
 
 
@@ -187,8 +187,7 @@ class Moves(Assigns):
 
 
 def test_members_that_only_move_are_no_new_values(setting):
-    module, plain = twins(setting, Moves())
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    graphed, module, plain = graphed_twins(setting, Moves())
     for _ in range(3):
         x = setting.randn(4, 8)
         for fn in (graphed, plain):
