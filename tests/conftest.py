@@ -147,6 +147,13 @@ def counted_alone(monkeypatch):
     monkeypatch.setattr(telemetry, "registry", telemetry.Registry())
 
 
+@pytest.fixture
+def nothing_compiled_stays():
+    """Each test of a file compiles anew, and is alone in summaries."""
+    yield
+    torch.compiler.reset()
+
+
 @pytest.fixture(autouse=True)
 def autocast_cache():
     """A signal may end the block that turns it off between two lines of its end: other threads would compile anew."""

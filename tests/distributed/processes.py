@@ -15,10 +15,10 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import ProcessException
 
-import cgpass
 from cgpass import torch_private
 from tests.distributed.calls import CALLS
 from tests.distributed.programs import PROGRAMS, World, calls_recorded, recordings
+from tests.usage.programs import counted
 
 LIMIT_S = 180
 """For each program. It takes seconds, so it is stuck after this, however busy the machine is."""
@@ -144,13 +144,10 @@ def _with_a_collective(world):
 
 def _both_ways(program, world, driver):
     plain = _run(program, world, "none")
-    before = cgpass.counters()
-    ours = _run(program, world, driver)
-    after = cgpass.counters()
-    return {
-        "differ": sum(not torch.equal(a, b) for a, b in zip(ours, plain, strict=True)),
-        "counters": {key: after[key] - before[key] for key in after},
-    }
+    with counted() as counters:
+        ours = _run(program, world, driver)
+    differ = sum(not torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+    return {"differ": differ, "counters": counters}
 
 
 def _run(program, world, driver):

@@ -6,14 +6,7 @@ from torch import nn
 
 import cgpass
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled_stays():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_compiled_stays")]
 
 
 class Model(nn.Module):

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 import cgpass
 from tests.gpu import harness
+from tests.usage.programs import counted, learn, state
 
 pytestmark = harness.MARKS
 
@@ -30,16 +31,13 @@ def train(module):
     torch.manual_seed(0)
     call = torch.compile(module, backend=cgpass.cgpass)
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
-    before, losses = cgpass.counters(), []
-    for _ in range(6):
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = call(torch.randn(4, 32, 64, device="cuda")).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    counted = {name: n - before[name] for name, n in cgpass.counters().items()}
-    return [*losses, *(p.detach() for p in module.parameters())], counted
+    losses = []
+    with counted() as counters:
+        for _ in range(6):
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = call(torch.randn(4, 32, 64, device="cuda")).square().mean()
+            losses += learn(module, loss, optimizer)
+    return [*losses, *state(module)], counters
 
 
 def test_a_second_compilation_is_the_same():

@@ -10,14 +10,8 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 import cgpass
 from tests.recompute.steps import Block, same, tensor, tracker_of
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled_stays")
 OPTIONS = {"driver": "simulated", "compiler": "eager"}
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def gradients(fn, model, x):

@@ -144,14 +144,11 @@ def test_a_tracker_that_lost_a_state_before_the_backward():
 
 
 @pytest.fixture(params=["eager", "compiled"])
-def made(request):
+def made(request, nothing_compiled_stays):
     """Gives a function as it is, or compiled."""
-    torch.compiler.reset()
     if request.param == "eager":
-        yield lambda fn: fn
-    else:
-        yield functools.partial(torch.compile, backend=cgpass.cgpass, options=OPTIONS)
-    torch.compiler.reset()
+        return lambda fn: fn
+    return functools.partial(torch.compile, backend=cgpass.cgpass, options=OPTIONS)
 
 
 SETTING = (

@@ -22,6 +22,7 @@ from tests.usage.programs import MLP, trained_on
 from tests.usage.test_bad_input import compiled
 from tests.usage.test_broken_drivers import frozen_rng, no_input_copy, no_write_back
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled_stays")
 X = torch.ones(4)
 
 
@@ -38,7 +39,6 @@ def summary_of(fn, **options):
     with programs.counted() as counters:
         for _ in range(3):
             assert torch.equal(call(X), fn(X))
-    torch.compiler.reset()
     graphs = [str(graph.summary) for graph in telemetry.graphs(before)]
     return "\n".join(graphs).splitlines(), counters
 
@@ -86,7 +86,6 @@ def test_calls_that_ran_without_a_graph_are_named():
     assert head.endswith("1 partition captured (4 operators), 0 eager (0 operators)")
     assert line.startswith("  captured_0: 6 of 9 calls ran without a graph: max_recordings=")
     assert line.endswith(" [max_recordings]; pad inputs to a few sizes, or raise max_recordings")
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("fn", [long_unsafe, lambda x: x.sin().cos() + 1, lambda x: tagged(x)])
@@ -129,11 +128,9 @@ def test_a_partition_whose_calls_are_refused_is_not_shown_as_captured():
     assert str(graph.summary).endswith("1 partition captured (6 operators), 0 eager (0 operators)")
     call(X)
     assert refusal(call) == message
-    torch.compiler.reset()
 
 
 def test_a_reset_leaves_out_graph_breaks_of_what_is_not_called_again():
-    torch.compiler.reset()
     options = {"driver": "simulated", "compiler": "eager"}
 
     def breaks(x):
@@ -159,11 +156,9 @@ def test_a_reset_leaves_out_graph_breaks_of_what_is_not_called_again():
         cgpass.reset()
         call(X)
         assert code in cgpass.summary()
-    torch.compiler.reset()
 
 
 def many_options(fn, *args):
-    torch.compiler.reset()
     for number in range(10):
         options = {"driver": "simulated", "compiler": "eager", "max_recordings": number + 1}
         torch.compile(fn(), backend="cgpass", options=options)(*args)
@@ -244,7 +239,6 @@ def histogram(x, w):
 
 def train():
     """Two recordings of the forward's first partition: a parameter moves."""
-    torch.compiler.reset()
     fn = torch.compile(histogram, backend="cgpass", options={**OPTIONS, "on_skip": "silent"})
     w = torch.nn.Parameter(torch.ones(4, 4))
     kept = w.data
@@ -254,7 +248,6 @@ def train():
     for _ in range(2):
         fn(torch.ones(4, 4), w).backward()
     del kept
-    torch.compiler.reset()
 
 
 @pytest.fixture(scope="module")
@@ -445,7 +438,6 @@ def test_what_is_wrong_is_named(monkeypatch, break_it, program, named):
     message = str(error.value)
     assert message.startswith("cgpass.verify: inference captured_0 of ")
     assert re.search(named, message), message
-    torch.compiler.reset()
 
 
 @torch.library.custom_op("verification::noise", mutates_args=())

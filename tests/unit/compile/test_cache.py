@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import fx
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters as torchs
 from torch._guards import TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import fresh_cache
@@ -26,8 +26,10 @@ from cgpass.compile.cache import GraphCache
 from cgpass.options import Options
 from cgpass.torch_private import kept_graphs
 from tests.operators import doubling
+from tests.usage.programs import counted
 
 SIMULATED = {"driver": "simulated"}
+pytestmark = pytest.mark.usefixtures("nothing_compiled_stays")
 REPOSITORY = Path(cgpass.__file__).parents[1]
 X = torch.ones(4, 8)
 
@@ -37,12 +39,6 @@ def cache():
     """One for all, since kernels take seconds: what is to be compiled for the first time has options of its own."""
     with fresh_cache():
         yield
-
-
-@pytest.fixture(autouse=True)
-def clean():
-    yield
-    torch.compiler.reset()
 
 
 class Net(torch.nn.Module):
@@ -61,17 +57,16 @@ def train(module, **options):
     torch.compiler.reset()
     torch.manual_seed(0)
     call = torch.compile(module, backend="cgpass", options=SIMULATED | options)
-    before = cgpass.counters()
     values = []
-    for _ in range(4):
-        out = call(torch.randn(4, 8))
-        out.square().sum().backward()
-        values += [out.detach(), *(p.grad.clone() for p in module.parameters())]
-        module.zero_grad()
-    with torch.no_grad():
-        values += [call(torch.randn(4, 8)) for _ in range(3)]
-    counted = {name: n - before[name] for name, n in cgpass.counters().items()}
-    return values, counted, cgpass.summary().splitlines()[-4:-1]
+    with counted() as found:
+        for _ in range(4):
+            out = call(torch.randn(4, 8))
+            out.square().sum().backward()
+            values += [out.detach(), *(p.grad.clone() for p in module.parameters())]
+            module.zero_grad()
+        with torch.no_grad():
+            values += [call(torch.randn(4, 8)) for _ in range(3)]
+    return values, found, cgpass.summary().splitlines()[-4:-1]
 
 
 def made():
@@ -140,7 +135,7 @@ def test_a_second_compilation_traces_what_it_cannot_read(monkeypatch, number):
         return read(data)
 
     monkeypatch.setattr(torch_private, "unpickled", broken)
-    misses = counters["inductor"]["fxgraph_cache_miss"]
+    misses = torchs["inductor"]["fxgraph_cache_miss"]
     again, second, told_again = train(made(), **options)
     assert all(map(torch.equal, values, again))
     assert second["joint_graphs"] == (number is not None)
@@ -150,7 +145,7 @@ def test_a_second_compilation_traces_what_it_cannot_read(monkeypatch, number):
         assert not any(calls), "no garbage is collected while graphs are read"
         assert (second["graphs_kept"], second["graphs"]) == (3, first["graphs"])
         assert told == told_again
-        assert counters["inductor"]["fxgraph_cache_miss"] == misses
+        assert torchs["inductor"]["fxgraph_cache_miss"] == misses
 
 
 def test_fake_tensors_that_are_views_stay_so():
@@ -184,9 +179,9 @@ def compiled(fn, *inputs, **options):
     found = []
     for _ in range(2):
         torch.compiler.reset()
-        before = cgpass.counters()
-        torch.compile(fn, backend="cgpass", options=SIMULATED | options)(*inputs)
-        found.append(cgpass.counters()["graphs_kept"] - before["graphs_kept"])
+        with counted() as counters:
+            torch.compile(fn, backend="cgpass", options=SIMULATED | options)(*inputs)
+        found.append(counters["graphs_kept"])
     assert found[0] == 0
     return bool(found[1])
 
@@ -196,9 +191,9 @@ def test_constants_and_classes_that_can_not_be_found_again_are_not_kept(caplog):
         def forward(self, x):
             return x.sin() + 1
 
-    saved = counters["aot_autograd"]["autograd_cache_saved"]
+    saved = torchs["aot_autograd"]["autograd_cache_saved"]
     assert not compiled(lambda x: x * torch.tensor([1.0, 2.0] * 4), X)
-    assert counters["aot_autograd"]["autograd_cache_saved"] == saved
+    assert torchs["aot_autograd"]["autograd_cache_saved"] == saved
     assert not compiled(torch.nn.Sequential(Local()), X)
     assert not caplog.records
 

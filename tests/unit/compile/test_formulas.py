@@ -127,14 +127,9 @@ traceable = custom(
     lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled_stays")
 OPTIONS = {"on_skip": "silent", "min_partition_ops": 1}
 OFFS = torch.tensor([1, 1, 4])
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    yield
-    torch.compiler.reset()
 
 
 def compare(fn, make_args, compiler="eager"):
