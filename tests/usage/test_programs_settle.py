@@ -271,19 +271,6 @@ def decoding_with_one_cache_that_stays_and_one_made_anew(session):
         yield [out, module.keys, values]
 
 
-@settles()
-def results_passed_back_with_their_graph(session):
-    """A loop that goes on from what it got; every fifth step has a backward."""
-    module, call = session.compiled(MLP)
-    carried = session.randn(4, 8)
-    for number in itertools.count():
-        carried = call(carried)
-        yield [carried.detach()]
-        if number % 5 == 4:
-            yield learn(module, carried.square().mean())
-            carried = session.randn(4, 8)
-
-
 # ---- steps of training
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import queue
 import threading
 
 import pytest
@@ -223,28 +222,6 @@ def test_from_the_second_thread_on_results_are_copies(way):
         assert torch.equal(result, results[i])
     assert counters["rescues"] == 0
     assert counters["replays"] == 4
-
-
-def test_one_thread_calls_and_another_reads(way):
-    def program(session):
-        _, call = session.compiled(MLP)
-        batches, made, values = session.batches(4, 8, count=16), queue.Queue(2), []
-
-        def produce():
-            with torch.no_grad():
-                for batch in batches:
-                    made.put(call(batch))
-            made.put(None)
-
-        def consume():
-            while (result := made.get(timeout=120)) is not None:
-                values.append(result * 2)
-
-        in_threads(produce, consume)
-        return values
-
-    # Results that lie in the pool may move while the other thread is inside of an operator: see docs/limits.md.
-    assert way.compare(program, outputs="owned")["plain_calls"] == 0
 
 
 @pytest.mark.parametrize("first", [True, False])

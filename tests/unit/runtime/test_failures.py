@@ -96,19 +96,6 @@ def asking_runner(asked, fn=refusing, **settings):
     return runner(fn, COPIED, mutated=(0,), on_failure=asked, **settings)
 
 
-def test_what_no_capture_allows_is_refused_at_once():
-    def fn(args):
-        if is_capturing_here():
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return [args[0] * 2]
-
-    run = runner(fn, COPIED, on_skip="raise")
-    call(run, torch.ones(2))
-    for _ in range(2):
-        with pytest.raises(CaptureError, match="refuses its calls: RuntimeError: operation not"):
-            call(run, torch.ones(2))
-
-
 @pytest.mark.parametrize(
     ("error", "on_skip", "times"),
     [

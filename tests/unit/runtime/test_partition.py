@@ -243,17 +243,6 @@ def test_what_a_call_does(row, situation, before, after):
     del kept
 
 
-def test_what_takes_a_dead_tensors_place_is_copied_and_no_recording_is_lost():
-    memory = np.ones(2, np.float32)
-    run = scaled()
-    for n in (1, 2) * 10:
-        w = torch.from_numpy(memory)
-        assert call(run, X, w, n) == [[n, n]]
-        del w
-    assert counts(run) == (3, 2, 17, 0)
-    assert run.table.all() == run.owner._pools[0].recordings
-
-
 @pytest.mark.parametrize("held", [False, True])
 def test_recordings_of_what_is_gone_are_freed_once_something_else_is_recorded(held):
     run, kept = scaled(), []
@@ -433,21 +422,6 @@ def test_the_first_recording_and_one_for_another_shape():
     assert first.record_ms > 0
 
 
-def test_values_of_other_partitions_that_lie_elsewhere():
-    owner = Owner(SimulatedDriver())
-    first = runner(lambda x, n: [x * n], COPIED, SYMINT, owner=owner)
-    second = runner(lambda h: [h + 1], POOLED, owner=owner)
-
-    def both(n):
-        outputs, _ = first.run([torch.ones(2), n])
-        return call(second, *outputs)
-
-    for n in (2, 2, 3, 3, 3):
-        both(n)
-    assert causes(second) == ["first", "memory"]
-    assert "values of other partitions moved, or were recorded again: x0" in second.notes[-1].detail
-
-
 def test_results_that_are_held_with_their_backward_to_come():
     run = runner(lambda x: [x * 2, x + 1], COPIED)
     run.uses = [(True, False), (False, True)]
@@ -456,15 +430,6 @@ def test_results_that_are_held_with_their_backward_to_come():
     held = [run.run([torch.ones(2)])[0], run.run([torch.ones(2)])[0]]
     assert causes(run) == ["first", "held"]
     assert len(held) == 2
-
-
-def test_a_tensor_that_each_call_replaces_is_moved_and_copied():
-    run = runner(lambda x, w, v: [x * w * v], COPIED, STATIC, STATIC)
-    w, kept = torch.ones(2), [torch.ones(2) for _ in range(5)]
-    for v in (kept[0], *kept):
-        call(run, torch.ones(2), w, v)
-    assert causes(run) == ["first", "moved"]
-    assert run.notes[-1].detail.startswith("moved: x2 (float32[2]")
 
 
 def test_recordings_that_are_made_once_more_say_why():

@@ -11,7 +11,6 @@ from cgpass.errors import (
     DriverUnavailableError,
     InputError,
     OutputError,
-    StaticInputMovedError,
 )
 from tests.unit.runtime.runners import counts
 
@@ -42,16 +41,6 @@ def test_nested_results_keep_their_structure():
         assert found["b"] == OrderedDict(n=3, s="text")
         assert found["c"] == Opaque(4)
     assert call.stats.replays == 3
-
-
-def test_static_inputs_that_may_not_move():
-    call = wrap(lambda x, w: x + w, static=[1], static_input_check="error")
-    weight = torch.zeros(3)
-    call(X, weight)
-    call(X, weight)
-    with pytest.raises(StaticInputMovedError, match="input 1"):
-        call(X, torch.zeros(3))
-    assert call(X, weight).tolist() == [1] * 3
 
 
 @pytest.mark.parametrize("driver", ["none", "auto"])

@@ -96,9 +96,6 @@ def test_what_makes_a_result_none(entry, message):
     assert said == f"GPT-2, train, cgpass:rng=paired: {message}"
 
 
-# ---- tables and plots
-
-
 # ---- arms, models and processes
 
 
