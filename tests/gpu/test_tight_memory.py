@@ -43,15 +43,10 @@ def _nothing_is_left():
     torch.cuda.empty_cache()
 
 
-class Convolutions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 16, 3, padding=1)
-        )
-
-    def forward(self, x):
-        return self.layers(x)
+def convolutions():
+    return nn.Sequential(
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 16, 3, padding=1)
+    )
 
 
 def perceptron():
@@ -60,7 +55,7 @@ def perceptron():
 
 MODELS = {
     "perceptron": (perceptron, (32768, 512)),
-    "convolutions": (Convolutions, (32, 16, 128, 128)),
+    "convolutions": (convolutions, (32, 16, 128, 128)),
 }
 
 

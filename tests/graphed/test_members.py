@@ -259,10 +259,6 @@ def test_modules_that_are_given_in_another_form(setting):
 # ---- modes
 
 
-def three():
-    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
-
-
 def scaled(module, args, output):
     return output * 2
 
@@ -284,7 +280,7 @@ def patched(module):
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_they_run_and_then_the_graph_again(setting, change, caplog):
-    graphed, module, plain = graphed_twins(setting, three())
+    graphed, module, plain = graphed_twins(setting, pair())
     check(setting, graphed, plain)
     undo = [change(each) for each in (module, plain)]
     check(setting, graphed, plain, 2)

@@ -30,10 +30,8 @@ def test_an_interleaved_order():
         (3, "must be a sequence of chunk numbers"),
         ((1, 0, -1), r"order\[1\] is 0: chunks are ints from 1"),
         ((1, 1.5, -1), r"order\[1\] is 1.5: chunks are ints"),
-        ((1, -2, 2, -1), r"order\[1\] is -2: a backward before the forward"),
         ((1, -1, -1, 1), r"order\[2\] is -1: a backward before the forward"),
         ((1, 1, -1, -1, 2, -2), "1 forwards and 1 backwards of chunk 2, 2 forwards of chunk 1"),
-        ((1, 3, -3, -1), "0 forwards and 0 backwards of chunk 2, 1 forwards of chunk 1"),
         ((2, -2), "1 forwards and 1 backwards of chunk 2, 0 forwards of chunk 1.*without gaps"),
         ((1, 1, -1), "2 forwards and 1 backwards of chunk 1"),
     ],
@@ -43,9 +41,7 @@ def test_orders_that_can_not_be_run(order, message):
         schedule_of(order, 2, 2)
 
 
-@pytest.mark.parametrize(
-    "args", [((1, 2, -2, -1), 3, 3), ((1, 1, -1, -1), 2, 2), ((1, -1), 2, 1), ((1, -1), 1, 2)]
-)
+@pytest.mark.parametrize("args", [((1, 2, -2, -1), 3, 3), ((1, 1, -1, -1), 2, 2)])
 def test_numbers_that_do_not_fit_the_order(args):
     message = f"{args[1]} callables, but {args[2]} samples, for .* chunks and .* microbatches"
     with pytest.raises(cgpass.errors.ScheduleError, match=message):

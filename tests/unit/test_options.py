@@ -82,7 +82,6 @@ NAMES = "must hold names of the form 'ns::op' or 'ns::op.overload', got"
             f"option 'driver' must be one of {DRIVERS}, got None (NoneType); did you mean 'none'?",
         ),
         ({"max_recordings": 0}, "option 'max_recordings' must be an int >= 1, got 0 (int)."),
-        ({"max_copied_mib": -1}, "option 'max_copied_mib' must be an int >= 0, got -1 (int)."),
         (
             {"max_pending_calls": True},
             "option 'max_pending_calls' must be an int >= 1, got True (bool).",
@@ -95,7 +94,6 @@ NAMES = "must hold names of the form 'ns::op' or 'ns::op.overload', got"
             {"unsafe_ops": ["torch.ops.aten.add.Tensor"]},
             f"option 'unsafe_ops' {NAMES} 'torch.ops.aten.add.Tensor' (str).",
         ),
-        ({"unsafe_ops": [None]}, f"option 'unsafe_ops' {NAMES} None (NoneType)."),
         (
             ["driver", "none"],
             "options must be a dict of option names and values, got ['driver', 'none'] (list).",

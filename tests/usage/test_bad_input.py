@@ -25,7 +25,6 @@ def cause(error):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"compilr": "eager"}, "unknown option 'compilr'; did you mean 'compiler'?"),
         ({"inductor": ["x"]}, "must be a dict of Inductor config names and values"),
         (
             {"max_autotune": True},

@@ -397,17 +397,10 @@ def test_a_backward_in_parts_of_a_forward_that_is_one_graph(setting, driver):
 # ---- gradients of convolutions lie as their weights do, whatever layout Inductor computes in
 
 
-class Convolutions(nn.Module):
-    """Of so many channels that Inductor computes it channels-last."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Conv2d(72, 80, 3, padding=1)
-        self.point = nn.Conv2d(80, 80, 1)
-        self.second = nn.Conv2d(80, 72, 3, padding=1)
-
-    def forward(self, x):
-        return self.second(self.point(self.first(x).relu()).relu())
+def convolutions():
+    """Of so many channels that Inductor computes them channels-last."""
+    first, second = (nn.Conv2d(*sizes, 3, padding=1) for sizes in ((72, 80), (80, 72)))
+    return nn.Sequential(first, nn.ReLU(), nn.Conv2d(80, 80, 1), nn.ReLU(), second)
 
 
 def strides(tensor):
@@ -421,7 +414,7 @@ def test_gradients_lie_as_weights(setting, monkeypatch, channels_last):
     found = {}
 
     def program(session):
-        module, call = session.compiled(lambda: Convolutions().to(memory_format=layout))
+        module, call = session.compiled(lambda: convolutions().to(memory_format=layout))
         x = session.randn(2, 72, 8, 8).to(memory_format=layout)
         parameters = list(module.parameters())
         for _ in range(4):

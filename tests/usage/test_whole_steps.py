@@ -331,10 +331,6 @@ USES = {
     "gpt": of_family(Gpt),
     "resnet": of_family(Resnet),
     "plain": use(),
-    "clipping": use(max_norm=0.1),
-    "a schedule of groups": use(
-        every=schedule("CosineAnnealingLR", T_max=5), optimizer=groups_of, max_norm=1.0
-    ),
     "two optimizers": use(optimizer=two_optimizers, max_norm=1.0),
     "momentum that changes": use(every=schedule("OneCycleLR", max_lr=0.1, total_steps=20), whole=0),
     "evaluation": use(every=evaluate),
@@ -349,7 +345,6 @@ USES = {
     "checkpointing": use(make=Checkpointed),
     "adapters": use(make=Adapted),
     "a penalty": use(loss_fn=two_terms),
-    "accumulated": use(accumulate=3, whole=0),
     "a new buffer in each step": use(make=AssignedBuffer),
     "parameters replaced": use(change=assign_parameters, whole=4),
     "data swapped in every step": use(every=lambda training, _: swap_data(training)),
@@ -357,7 +352,6 @@ USES = {
     "frozen now and then": use(every=toggle, whole=None),
     "adagrad": use(optimizer=adagrad, whole=0),
     "capturable": use(optimizer=capturable, max_norm=1.0, whole=None),
-    "nesterov": use(optimizer=fused(torch.optim.SGD, momentum=0.9, nesterov=True)),
     "bfloat16": use(
         make=lambda: MLP().bfloat16(),
         loss_fn=lambda m: lambda x: m(x.bfloat16()).float().square().mean(),

@@ -202,8 +202,9 @@ def test_a_part_of_a_result_is_judged_as_what_made_it():
 def test_an_operator_with_effects_is_named_and_judged_as_itself():
     check = with_effects(aten._linalg_check_errors.default)
     assert why(check).code == "host_sync"
-    named = frozenset({"aten::_linalg_check_errors"})
-    assert why(check, unsafe_ops=named).code == "unsafe_ops"
+    named = why(check, unsafe_ops=frozenset({"aten::_linalg_check_errors"}))
+    assert named.code == "unsafe_ops"
+    assert named.detail == "aten::_linalg_check_errors is listed in unsafe_ops"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -216,7 +217,6 @@ def test_tokens_of_effects_are_left_out_on_every_device_and_nobody_is_told(devic
 CAPTURABLE = {
     "index_put": lambda: reasons(lambda x, i: x.index_put((i,), x[:2], True), (3,), ints(2)),
     "histc with a range": lambda: reasons(lambda x: torch.histc(x, 4, 0.0, 1.0), (3,)),
-    "masked_fill": lambda: reasons(lambda x: x.masked_fill(x > 0, 0.0), (3,)),
     "nonzero_static": lambda: reasons(lambda x: torch.nonzero_static(x, size=2), (3,)),
     "repeat_interleave": lambda: reasons(
         lambda x, n: torch.repeat_interleave(x, n, output_size=6), (3,), ints(3)
@@ -311,13 +311,12 @@ def behind(target, *args, **meta):
 
 
 MM = ["aten::mm", "aten::mm.default"]
-WRAP = torch.ops.higher_order.graphsafe_run_with_rng_state
 
 
 def test_a_node_is_the_operator_that_it_calls_or_wraps_or_was_decomposed_from():
     assert behind(aten.mm.default) == MM
-    assert behind(torch.ops.higher_order.cond) == ["higher_order::cond"]
-    assert set(MM) < {*behind(WRAP, aten.mm.default)}
+    assert behind(hops.cond) == ["higher_order::cond"]
+    assert set(MM) < {*behind(hops.graphsafe_run_with_rng_state, aten.mm.default)}
     found = behind(aten.mm.default, original_aten=aten.add.Tensor)
     assert found == ["aten::add", "aten::add.Tensor", *MM]
     forwards = behind(aten.mm.default, fwd_source_fn_stack=[("f", F.linear)])
@@ -328,19 +327,15 @@ def test_a_node_is_the_operator_that_it_calls_or_wraps_or_was_decomposed_from():
     ("target", "names"),
     [
         (F.linear, {"aten::linear"}),
-        (F.layer_norm, {"aten::layer_norm"}),
         ("softmax", {"aten::softmax"}),
         ("add_", {"aten::add_"}),
         (operator.add, {"aten::add"}),
-        (operator.matmul, {"aten::matmul"}),
         (operator.iadd, {"aten::add_"}),
-        (operator.itruediv, {"aten::div_"}),
         (operator.getitem, set()),
         (aten.linear.default, {"aten::linear", "aten::linear.default"}),
         (aten.linear, {"aten::linear"}),
         (aten.gelu_backward, {"aten::gelu_backward"}),
         (sorted, set()),
-        (len, set()),
     ],
     ids=lambda value: "" if isinstance(value, set) else getattr(value, "__name__", str(value)),
 )
@@ -367,17 +362,3 @@ def test_what_a_module_of_torchs_calls_is_named(name, make):
 
 def call_linear(x, weight):
     return F.linear(x, weight)
-
-
-@pytest.mark.parametrize(
-    ("listed", "detail"),
-    [
-        ("aten::mm", "aten::mm is listed in unsafe_ops"),
-        ("aten::linear", "it is a part of aten::linear, which is listed in unsafe_ops"),
-    ],
-)
-def test_a_reason_says_by_which_name_a_node_is_listed(listed, detail):
-    node = by_hand(aten.mm.default, "x")
-    node.meta["source_fn_stack"] = [("f", F.linear)]
-    reason = why_not_capturable(node, CUDA, unsafe_ops=frozenset([listed]))
-    assert (reason.code, reason.detail) == ("unsafe_ops", detail)
