@@ -1,6 +1,5 @@
 """Checkpoints on CUDA: eager, in graphs captured by hand, and what they save."""
 
-import contextlib
 import gc
 
 import pytest
@@ -216,39 +215,3 @@ def test_peak_memory_is_lower(captured):
         return torch.cuda.max_memory_allocated() - before
 
     assert peak(cgpass.checkpoint) < 0.4 * peak(plain)
-
-
-@pytest.mark.parametrize("around", [None, "a"])
-@pytest.mark.parametrize("behind", [None, "a", "b"])
-def test_forward_and_backward_in_forks_of_a_tracker(around, behind):
-    """A backward inside of a fork wrote the default state's position into the fork's."""
-
-    def forked(tracker, name):
-        return contextlib.nullcontext() if name is None else tracker.fork(name)
-
-    def results(checkpointed):
-        tracker = tracker_of("cuda", a=1, b=2)
-        torch.cuda.manual_seed(3)
-
-        def fn(x):
-            x = F.dropout(x.sin(), 0.5)
-            with tracker.fork("b"), tracker.fork("a"):
-                x = F.dropout(x, 0.5)
-            return F.dropout(x.cos(), 0.5)
-
-        x = torch.linspace(-1, 1, 256, device="cuda", requires_grad=True)
-        with forked(tracker, around):
-            if checkpointed:
-                y = cgpass.checkpoint(fn, x, rng_tracker=tracker)
-            else:
-                y = fn(x)
-        with forked(tracker, behind):
-            torch.rand(3, device="cuda")
-            inside = tracker.get_states()
-            y.sum().backward()
-            assert torch.equal(tracker.get_states()["a"], inside["a"])
-        states = tracker.get_states().values()
-        return [y.detach(), x.grad, torch.cuda.get_rng_state(), *states]
-
-    found, expected = results(True), results(False)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -1,4 +1,4 @@
-"""Named random number states on CPU."""
+"""Named random number states; on CPU, and recomputations on CUDA, too, where there is a device."""
 
 import contextlib
 
@@ -93,14 +93,16 @@ def layer(tracker, x, weight):
     return F.dropout(x, 0.25).exp()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("around", [None, "b"])
 @pytest.mark.parametrize("behind", [None, "a", "b"])
-def test_a_checkpoint_recomputes_with_the_trackers_states(nested, around, behind):
+def test_a_checkpoint_recomputes_with_the_trackers_states(device, nested, around, behind):
+    """A backward inside of a fork wrote the default state's position into the fork's."""
     found = []
     for checkpointed in (True, False):
-        tracker = tracker_of(a=1, b=2)
-        x, weight = tensor(6, 6, requires_grad=True), tensor(6, 6, seed=1, requires_grad=True)
+        tracker = tracker_of(device, a=1, b=2)
+        x, weight = (tensor(6, 6, seed=n).to(device).requires_grad_() for n in (0, 1))
         torch.manual_seed(0)
 
         def call(fn, *args, checkpointed=checkpointed, tracker=tracker):
@@ -118,6 +120,7 @@ def test_a_checkpoint_recomputes_with_the_trackers_states(nested, around, behind
             for i in (1, 0, 2):
                 ys[i].sum().backward()
         with tracker.fork("a"):
-            after = torch.rand(3)
-        found.append([x.grad, weight.grad, after, torch.rand(3), *tracker.get_states().values()])
+            after = torch.rand(3, device=device)
+        states = [torch.rand(3, device=device), *tracker.get_states().values()]
+        found.append([x.grad, weight.grad, after, *states])
     same(*found)

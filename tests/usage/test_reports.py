@@ -18,7 +18,7 @@ from cgpass.errors import CaptureError, OptionError, VerificationError
 from cgpass.runtime.executor import Executor
 from tests.operators import tagged, waits
 from tests.usage import programs
-from tests.usage.programs import MLP, trained_on
+from tests.usage.programs import MLP, Checkpointed, trained_on
 from tests.usage.test_bad_input import compiled
 from tests.usage.test_broken_drivers import frozen_rng, no_input_copy, no_write_back
 
@@ -375,25 +375,18 @@ def test_nothing_is_named_while_nobody_profiles(session, monkeypatch):
 # ---- `cgpass.verify`: replays are compared with plain runs, and what is wrong is named
 
 
-class Layer(nn.Module):
+def recomputed():
     """Draws, writes a buffer, and is recomputed."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.norm = nn.BatchNorm1d(8)
+    def layer():
+        return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.5))
 
-    def part(self, x):
-        return F.dropout(self.first(x).relu(), 0.5)
-
-    def forward(self, x):
-        x = torch.utils.checkpoint.checkpoint(self.part, x, use_reentrant=False)
-        return self.norm(F.dropout(self.second(x), 0.2))
+    return nn.Sequential(Checkpointed(layer), nn.BatchNorm1d(8))
 
 
 @pytest.mark.parametrize("rng", ["exact", "paired"])
 def test_what_is_right_passes_and_stays_as_it_is(way, rng):
-    trained = trained_on(Layer, [(4, 8)] * 12)
+    trained = trained_on(recomputed, [(4, 8)] * 12)
     expected = way.run(trained, rng=rng)
     with cgpass.verify() as verification:
         checked = way.run(trained, rng=rng)

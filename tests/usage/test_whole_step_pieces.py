@@ -9,6 +9,7 @@ from cgpass.runtime import fast, native
 from tests.operators import tagged
 from tests.usage import programs
 from tests.usage.programs import MLP
+from tests.usage.test_boundaries import Around
 from tests.usage.test_whole_steps import (
     SPARSE,
     STEPS,
@@ -50,13 +51,8 @@ def penalised(take=None):
     return lambda module: lambda x: module(x).square().mean() + take(module, x)
 
 
-class HalfOnHost(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = MLP(), MLP()
-
-    def forward(self, x):
-        return self.second(tagged(self.first(x)))
+def half_on_host():
+    return Around(tagged)
 
 
 REASONS = {
@@ -87,7 +83,7 @@ REASONS = {
         "2 results of the loss require grad; detach all but the loss",
     ),
     "a part that can't be captured": (
-        {"make": HalfOnHost, "max_norm": 0.1},
+        {"make": half_on_host, "max_norm": 0.1},
         "not all of the loss can be captured, see cgpass.explain(loss_fn, batch); the optimizer's step is a graph of its own",
     ),
 }
@@ -162,7 +158,7 @@ def test_parts_that_cannot_be_captured_run_in_turn(way, scale, outputs):
 
     def program(session):
         settings = {"loss_fn": with_results, "scale": scale, "max_norm": 0.1}
-        made = use(make=HalfOnHost, every=change, **settings)
+        made = use(make=half_on_host, every=change, **settings)
         values = made(session)
         if session.options["driver"] != "none":
             text = made.step.explain()
@@ -231,7 +227,7 @@ def test_a_capture_that_fails_leaves_the_scaler_as_it_was(way, monkeypatch):
     compared(way, program)
 
 
-@pytest.mark.parametrize("make", [MLP, HalfOnHost], ids=["whole", "in turn"])
+@pytest.mark.parametrize("make", [MLP, half_on_host], ids=["whole", "in turn"])
 def test_one_step_called_by_several_threads(way, make):
     def program(session):
         training = Training(session, make=make)
