@@ -132,15 +132,9 @@ def test_hooks_that_are_not_as_many_as_callables(setting, number):
         setting.graphed(torch.sin, (setting.randn(4),), capture_time_hooks=[None] * number)
 
 
-class Sharded(torch.nn.Module):
-    """A linear layer whose weight has memory only while it runs, in one place that is kept for it."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.linear(x).sin()
+def sharded(setting):
+    """A module whose first layer's weight has memory only while it runs, and its twin."""
+    return twins(setting, torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()))
 
 
 def by_data(weight, shard):
@@ -178,8 +172,8 @@ def by_storage(weight, shard):
 @pytest.mark.parametrize("between", [True, False])
 def test_a_call_that_records_again_has_its_parameters_afterwards(setting, moves, between):
     """Hooks that free parameters run while it records, and what the user gathered for the call is there after it."""
-    module, plain = twins(setting, Sharded())
-    weight = module.linear.weight
+    module, plain = sharded(setting)
+    weight = module[0].weight
     unshard, reshard = moves(weight, weight.detach().clone())
     hooks = {"pre_forward": unshard, "backward": reshard}
     if between:
@@ -190,15 +184,15 @@ def test_a_call_that_records_again_has_its_parameters_afterwards(setting, moves,
         unshard()
         x = setting.randn(4, 8, grad=True)
         same(step(graphed, x)[0], step(plain, x)[0])
-        same(weight, plain.linear.weight)
+        same(weight, plain[0].weight)
         reshard()
         weight.grad = None
 
 
 def test_parameters_that_hooks_put_elsewhere_after_a_reset(setting):
     """A recording reads where hooks had them; the call has its own."""
-    module, plain = twins(setting, Sharded())
-    weight = module.linear.weight
+    module, plain = sharded(setting)
+    weight = module[0].weight
     own = weight.data
 
     def elsewhere(*args):
@@ -214,7 +208,7 @@ def test_parameters_that_hooks_put_elsewhere_after_a_reset(setting):
     for _ in range(2):
         for each in (module, plain):
             with torch.no_grad():
-                each.linear.weight.add_(1)
+                each[0].weight.add_(1)
         x = setting.randn(4, 8)
         same(graphed(x), plain(x))
         assert weight.data_ptr() == own.data_ptr()

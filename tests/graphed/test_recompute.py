@@ -1,7 +1,6 @@
 """Recomputation inside graphed callables, and layers graphed by hand trained as eager trains them."""
 
 import contextlib
-import copy
 import functools
 import gc
 import types
@@ -14,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as torchs
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import cgpass
-from tests.graphed.steps import Layer, check, clear_grads, rng_state, same, same_grads
+from tests.graphed.steps import Layer, check, clear_grads, rng_state, same, same_grads, twins
 from tests.recompute.steps import tracker_of
 
 WAYS = {
@@ -31,32 +30,20 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-class Model(torch.nn.Module):
-    def __init__(self, way, layers=4):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(
-            Layer(dropout=0.3, checkpoint=WAYS[way]) for _ in range(layers)
-        )
-        self.head = torch.nn.Linear(8, 8)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def graph_layers(setting, model, **options):
-    samples = tuple((setting.randn(2, 4, 8, grad=True),) for _ in model.layers)
-    graphed = setting.graphed(tuple(model.layers), samples, **options)
-    model.layers = torch.nn.ModuleList(graphed)
-    return [layer.graphed for layer in graphed]
+def twins_of_layers(setting, way, count=4):
+    """A model whose layers are graphed, its twin, and the graphs."""
+    layers = (Layer(dropout=0.3, checkpoint=WAYS[way]) for _ in range(count))
+    model, plain = twins(setting, torch.nn.Sequential(*layers, torch.nn.Linear(8, 8)))
+    samples = tuple((setting.randn(2, 4, 8, grad=True),) for _ in range(count))
+    graphed = setting.graphed(tuple(model[:count]), samples)
+    for number, layer in enumerate(graphed):
+        model[number] = layer
+    return model, plain, [layer.graphed for layer in graphed]
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_transformer_trained_as_eager_does(setting, way):
-    model = setting.module(Model(way))
-    plain = copy.deepcopy(model)
-    graphs = graph_layers(setting, model)
+    model, plain, graphs = twins_of_layers(setting, way)
     losses = []
     for each in (model, plain):
         torch.manual_seed(5)
@@ -81,9 +68,7 @@ def test_a_transformer_trained_as_eager_does(setting, way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_other_orders_recompute_their_own_numbers(setting, way):
-    model = setting.module(Model(way, layers=2))
-    plain = copy.deepcopy(model)
-    graph_layers(setting, model)
+    model, plain, _ = twins_of_layers(setting, way, 2)
     for _ in range(2):
         for each in (model, plain):
             torch.manual_seed(2)

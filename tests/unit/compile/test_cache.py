@@ -17,7 +17,6 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.nn import functional as F
 
 import cgpass
 from cgpass import torch_private
@@ -41,17 +40,6 @@ def cache():
         yield
 
 
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, bias=False)
-        self.norm = torch.nn.BatchNorm1d(8)
-
-    def forward(self, x):
-        x = F.dropout(self.norm(self.first(x)).relu(), 0.5, self.training)
-        return self.second(x).sin()
-
-
 def train(module, **options):
     """Results of a module that is compiled again, what was counted, and what is told of its graphs."""
     torch.compiler.reset()
@@ -71,7 +59,9 @@ def train(module, **options):
 
 def made():
     torch.manual_seed(1)
-    return Net()
+    first, last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, bias=False)
+    between = torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Dropout(0.5)
+    return torch.nn.Sequential(first, *between, last, torch.nn.Tanh())
 
 
 # ---- a hit
