@@ -1,8 +1,12 @@
-"""A generator of CUDA's for machines without one."""
+"""States of random numbers, and a generator of CUDA's for machines without one."""
 
 from dataclasses import dataclass
 
 import torch
+
+
+def rng_state(device):
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 @dataclass

@@ -113,12 +113,6 @@ def step(fn, *args, **kwargs):
     return out.detach(), [a.grad for a in args if isinstance(a, torch.Tensor)]
 
 
-def rng_state(device):
-    if device.type == "cuda":
-        return torch.cuda.get_rng_state(device)
-    return torch.get_rng_state()
-
-
 def check(setting, found, expected, calls=1, *, shape=(4, 8), grad=True):
     """Steps of a module, or of a function, and of its twin have the same results and gradients."""
     for _ in range(calls):

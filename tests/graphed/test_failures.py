@@ -9,7 +9,8 @@ import cgpass
 from cgpass.graphed.modules import Statics
 from cgpass.runtime import simulated
 from cgpass.runtime.recording import Recording
-from tests.graphed.steps import net, rng_state, same, step, twins
+from tests.generators import rng_state
+from tests.graphed.steps import net, same, step, twins
 
 
 class Reads(torch.nn.Module):

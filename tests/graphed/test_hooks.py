@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import cgpass
-from tests.graphed.steps import check, net, rng_state, same, step, twins
+from tests.generators import rng_state
+from tests.graphed.steps import check, net, same, step, twins
 
 
 class Log:

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint as torchs
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import cgpass
-from tests.graphed.steps import Layer, check, clear_grads, rng_state, same, same_grads, twins
+from tests.generators import rng_state
+from tests.graphed.steps import Layer, check, clear_grads, same, same_grads, twins
 from tests.recompute.steps import tracker_of
 
 WAYS = {

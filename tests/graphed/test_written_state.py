@@ -7,9 +7,17 @@ import cgpass
 from tests.graphed.steps import graphed_twins, same, same_grads, step, twins
 from tests.usage.programs import state
 
+WAYS = {
+    "frozen": lambda module: module.frozen.add_(1),
+    "data": lambda module: module.frozen.data.add_(1),
+    "clipped": lambda module: module.inner.weight.clamp_(-0.1, 0.1),
+    "clipped data": lambda module: module.inner.weight.data.clamp_(-0.1, 0.1),
+    "buffer": lambda module: module.count.add_(1),
+}
+
 
 class Writes(torch.nn.Module):
-    """Writes one of its tensors in each forward, in one of several ways."""
+    """Writes one of its tensors in each forward."""
 
     def __init__(self, way):
         super().__init__()
@@ -20,20 +28,11 @@ class Writes(torch.nn.Module):
 
     def forward(self, x):
         with torch.no_grad():
-            if self.way == "frozen":
-                self.frozen.add_(1)
-            elif self.way == "data":
-                self.frozen.data.add_(1)
-            elif self.way == "clipped":
-                self.inner.weight.clamp_(-0.1, 0.1)
-            elif self.way == "clipped data":
-                self.inner.weight.data.clamp_(-0.1, 0.1)
-            else:
-                self.count.add_(1)
+            WAYS[self.way](self)
         return self.inner(x) + self.frozen + self.count
 
 
-@pytest.mark.parametrize("way", ["frozen", "data", "clipped", "clipped data", "buffer"])
+@pytest.mark.parametrize("way", WAYS)
 def test_what_a_forward_writes_is_put_back_and_then_written_by_calls(setting, way):
     module, plain = twins(setting, Writes(way))
     before = state(module)

@@ -138,12 +138,6 @@ PLANTED = {
         "weight (32 B): moved, so each call that finds it at a new place copies it [moved]",
         "write into it in place (copy_) instead of replacing it, unless modules share the code",
     ),
-    "two sizes": (
-        lambda: calls(chain, X, X[:6], times=8),
-        chain,
-        "compiled once more: tensor 'x' size mismatch at index 0. expected 8, actual 6 [recompiled]",
-        "keep dtypes, sizes, Python values and modes (autocast, no_grad) the same in every call",
-    ),
     "tiny graph": (
         lambda: calls(tiny, X),
         tiny,
@@ -195,9 +189,8 @@ PLANTED = {
         "remove it; or move the code that can be compiled into its own function",
     ),
 }
-if torch.__version__ < "2.13":
-    for each in ("dtype", "two sizes"):  # it gives other words
-        PLANTED[each] = (*PLANTED[each][:2], "mismatch", PLANTED[each][3])
+if torch.__version__ < "2.13":  # it gives other words
+    PLANTED["dtype"] = (*PLANTED["dtype"][:2], "mismatch", PLANTED["dtype"][3])
 
 
 def test_no_line_is_named_for_results_that_several_lines_make():

@@ -13,7 +13,7 @@ from cgpass.telemetry.reason import CHOSEN, OTHER_FIXES
 from cgpass.telemetry.summaries import counted
 from tests.operators import doubling, tagged, with_effect
 from tests.report.test_call_reasons import CALLS
-from tests.unit.compile.facts.test_capturability import PROVOKED
+from tests.unit.compile.facts.test_capturability import PROVOKED, fix_of
 
 X = torch.linspace(0.1, 0.9, 16).view(4, 4)
 
@@ -135,9 +135,7 @@ def test_reasons_of_compiled_functions(code):
     begins = provoke.__code__.co_firstlineno
     assert file == "test_reasons.py"
     assert begins <= int(place.split()[0]) <= begins + 4
-    own = {"dynamic_shape": "nonzero", "host_sync": "histc"}
-    fix = op_tables.OPERATOR_FIXES[own[code]] if code in own else op_tables.FIXES.get(code)
-    assert code in CHOSEN or reason.fix == fix
+    assert code in CHOSEN or reason.fix == fix_of(code)
     assert reason.fix
     said(report, reason)
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import cgpass
+from tests.generators import rng_state
 from tests.usage.programs import SEED, _same, deterministic
 
 WIDTH = 4
@@ -151,8 +152,7 @@ class World:
         for held in list(self.held):
             self.attempt("backward at the end", lambda held=held: self.backward(held))
         self.attempt("end after backward", self.see_all)
-        rng = torch.cuda.get_rng_state() if self.device.type == "cuda" else torch.get_rng_state()
-        self.see("RNG state", rng)
+        self.see("RNG state", rng_state(self.device))
 
     def attempt(self, name, action):
         """Run a step; an error of autograd is something that the user sees."""

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 from cgpass.errors import CheckpointError
+from tests.generators import rng_state
 from tests.operators import doubling, tagged
 from tests.usage.programs import (
     ON_CUDA,
@@ -432,10 +433,6 @@ def test_threads_at_the_same_time(way):
 
 
 # ---- the state of the generator
-
-
-def rng_state(device):
-    return torch.cuda.get_rng_state() if device.type == "cuda" else torch.get_rng_state()
 
 
 def set_rng_state(device, state):

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from cgpass import telemetry
-from cgpass.telemetry.reason import CallReasons, Reason
+from cgpass.telemetry.reason import Reason
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, counted
 
 
@@ -50,18 +50,6 @@ def test_a_function_that_was_compiled_again_is_listed_once(registry):
     assert [graph.summary.direction for graph in telemetry.graphs()] == ["inference"]
     counters = telemetry.counters()
     assert (counters["graphs"], counters["partitions_captured"]) == (3, 1)
-
-
-def test_a_moment_keeps_what_was_counted_until_then(registry):
-    stats, reasons = telemetry.CallStats(calls=3), CallReasons()
-    graph = telemetry.add_graph(GraphSummary("forward", ()))
-    graph.tally.calls = 3
-    graph.parts = {"a": telemetry.PartitionRun(stats, [], reasons)}
-    began = telemetry.now()
-    graph.tally.calls += 1
-    stats.calls += 1
-    assert (began.calls, began.counters["graphs"]) == ({graph: 3}, 1)
-    assert began.parts[graph, "a"][0]["calls"] == 3
 
 
 def test_reasons_are_counted_and_what_nobody_wants_captured_comes_last():

@@ -169,14 +169,6 @@ def test_what_inductor_can_not_draw_again_on_the_cpu_is_saved(compiler, recomput
     assert pairs(forward) == pairs(backward) == [*range(1 + recomputed)]
 
 
-def test_under_compiled_autograd_all_is_saved():
-    """It traces the backward once more, and loses generators."""
-    with torch._dynamo.config.patch(compiled_autograd=True):
-        forward, backward = split(joint_graph(checkpointed(noisy), (4, 4)))
-    assert pairs(forward) == pairs(backward) == []
-    assert "rng_positions" not in [node.name for node in backward.graph.nodes]
-
-
 @COMPILERS
 def test_what_dtensor_draws_is_saved(compiler):
     """It reads and moves the default generator, and is traced under checkpoints from torch 2.13 on."""
