@@ -148,6 +148,16 @@ def counted_alone(monkeypatch):
 
 
 @pytest.fixture
+def process_group():
+    """A group of this process alone; a test may end it."""
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
 def nothing_compiled_stays():
     """Each test of a file compiles anew, and is alone in summaries."""
     yield

@@ -5,7 +5,6 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.autograd import forward_ad
 
 import cgpass
 from cgpass.errors import (
@@ -15,6 +14,7 @@ from cgpass.errors import (
     RNGTrackerError,
 )
 from cgpass.recompute import api, checkpointed
+from tests.graphed.test_transforms import jvp_of
 from tests.recompute.steps import tensor, tracker_of
 
 OPTIONS = {"driver": "simulated", "compiler": "eager"}
@@ -182,16 +182,11 @@ def test_a_graph_without_a_gpu(monkeypatch):
         cgpass.CheckpointedGraph()
 
 
-def dual(fn, x):
-    with forward_ad.dual_level():
-        return forward_ad.unpack_dual(fn(forward_ad.make_dual(x, x))).tangent
-
-
 TRANSFORMS = {
     "vmap": lambda fn, x: torch.vmap(fn)(x),
     "grad": lambda fn, x: torch.func.grad(lambda x: fn(x).sum())(x),
     "jvp": lambda fn, x: torch.func.jvp(fn, (x,), (x,))[1],
-    "forward-mode AD": dual,
+    "forward-mode AD": lambda fn, x: jvp_of(fn, x, x),
 }
 
 

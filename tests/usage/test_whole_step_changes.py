@@ -580,14 +580,6 @@ def test_what_is_around_some_steps(way):
     check(way, MEANWHILE, usual=0, meanwhile=True, max_norm=1.0)
 
 
-@pytest.fixture
-def process_group():
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def test_hooks_that_no_python_code_sees(way, process_group):
     """Those that DDP puts on the nodes of parameters, in C++, stay after it."""
     del process_group

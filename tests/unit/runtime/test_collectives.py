@@ -25,15 +25,6 @@ def recordings():
     return [r for each in list(owner._owners) for pool in each._pools for r in pool.recordings]
 
 
-@pytest.fixture
-def alone():
-    """A group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def wrapper():
     wrapped = cgpass.CUDAGraphWrapper(lambda x: x.sin() * 2, options={"driver": "simulated"})
     for _ in range(3):
@@ -57,7 +48,7 @@ def compiled():
 
 @pytest.mark.parametrize("make", [wrapper, graphed, compiled])
 @pytest.mark.parametrize("end", [dist.destroy_process_group, _abort_process_group])
-def test_what_was_recorded_while_a_group_is_there_ends_before_it(alone, make, end):
+def test_what_was_recorded_while_a_group_is_there_ends_before_it(process_group, make, end):
     cgpass.reset()
     made = make()
     assert recordings()
@@ -66,7 +57,7 @@ def test_what_was_recorded_while_a_group_is_there_ends_before_it(alone, make, en
     del made
 
 
-def test_an_abort_waits_for_no_call_that_is_stuck(alone):
+def test_an_abort_waits_for_no_call_that_is_stuck(process_group):
     cgpass.reset()
     stuck, go = threading.Event(), threading.Event()
 
@@ -93,9 +84,9 @@ def test_an_abort_waits_for_no_call_that_is_stuck(alone):
     del made
 
 
-def test_what_communicates_is_not_verified_and_a_warning_names_it(alone, caplog):
+def test_what_communicates_is_not_verified_and_a_warning_names_it(process_group, caplog):
     def fn(x):
-        y = all_reduce(x.sin() * 2, "sum", alone)
+        y = all_reduce(x.sin() * 2, "sum", process_group)
         return y.cos().tanh()
 
     options = {"driver": "simulated", "compiler": "eager", "min_partition_ops": 1}
@@ -132,11 +123,13 @@ def functional(x, group):
 
 @pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor.*deprecated:FutureWarning")
 @pytest.mark.parametrize("fn", [in_place, functional])
-def test_captures_by_hand_replay_what_communicates(alone, fn):
-    wrapped = cgpass.CUDAGraphWrapper(lambda x: fn(x, alone), options={"driver": "simulated"})
+def test_captures_by_hand_replay_what_communicates(process_group, fn):
+    wrapped = cgpass.CUDAGraphWrapper(
+        lambda x: fn(x, process_group), options={"driver": "simulated"}
+    )
     for number in range(4):
         x, expected = torch.full((4,), number / 2), torch.full((4,), number / 2)
-        assert torch.equal(wrapped(x), fn(expected, alone))
+        assert torch.equal(wrapped(x), fn(expected, process_group))
         assert torch.equal(x, expected)
     assert wrapped.stats.replays == 3
 
