@@ -218,9 +218,9 @@ class Pair:
             n for n in shown if n not in graph.with_grad and self.description.with_grad
         ]
         """Results that may be an argument or a member, but without its history."""
-        viewed = {a.index for a in shown.values() if not a.identity and a.index < end}
-        self._strides = [(i, inputs[i].stride()) for i in viewed]
-        """Of arguments that results are views of; these are laid out as if the arguments were as they were."""
+        seen = {a.index for a in shown.values() if a.index < end}.union(self._written)
+        self._strides = [(i, inputs[i].stride()) for i in sorted(seen)]
+        """Of arguments that are written or returned, or viewed by results; of others a copy may be, as by `contiguous()`."""
         blocks = forward.memory.blocks()
         own = {n: k for n, k in forward.own.items() if k in blocks}
         self._kept = sorted({blocks[k] for n, k in own.items() if n >= first})
@@ -334,8 +334,8 @@ class Pair:
             kept = {self._kept[self._homes[i][1]] for i in recording.consumes}
             self._consumed = {0: tuple(sorted(kept))}
             made = {*recording.memory.addresses()}  # where some that are kept may have lain
-            left = self._beside & owner.driver.live_blocks(pool_index) - made
-            self._serves_once = self.graph.recomputes_once or left != self._beside
+            lost = (self._beside & before) - (owner.driver.live_blocks(pool_index) - made)
+            self._serves_once = self.graph.recomputes_once or bool(lost)
         if what != "forward":
             return recording.memory.aliases()
         self.forward = recording
@@ -367,7 +367,7 @@ class Pair:
         names = self.description.binding.names
         for i, stride in self._strides:
             if args[i].stride() != stride or args[i].is_conj() or args[i].is_neg():
-                return f"{names[i]}, which results are views of, has another memory layout than the sample"
+                return f"{names[i]}, which it writes or returns, has another memory layout than the sample"
         if self._written and shared_with_written(args, self._written):
             written = " or ".join(names[i] for i in self._written)
             return f"{written}, which it writes, shares memory with something else that it is given"

@@ -243,6 +243,8 @@ def _restored(
         _keep(stack, optimizer.param_groups)
         tensors += [each for group in optimizer.param_groups for each in group["params"]]
     for each in dict.fromkeys(tensors):
+        if each.is_leaf:
+            last.callback(each.requires_grad_, each.requires_grad)
         if each.is_leaf or each.retains_grad:
             last.callback(setattr, each, "grad", each.grad)
             each.grad = None

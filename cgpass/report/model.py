@@ -24,7 +24,7 @@ class PartitionReport(PartitionSummary):
     """One partition of a graph, and what it did."""
 
     calls: int = 0
-    """But for warm-ups."""
+    """But for warm-ups, and those that raised."""
     counts: dict[str, int] = field(default_factory=dict)
     """The growth of its `cgpass.counters()`."""
     recordings: tuple[RecordingNote, ...] = ()

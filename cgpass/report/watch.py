@@ -42,6 +42,8 @@ _TIMED: Final = 4096
 """Calls of partitions in a block from which on no more are timed."""
 _COMPARED: Final = 5
 """Calls that are timed with graphs, and without."""
+_ENDED: Final = ("replays", "plain_calls", "warmups")
+"""Counts of calls that did not raise."""
 SIMULATED: Final = "cpu (simulated graphs: they behave like real ones, their speed means nothing)"
 
 
@@ -136,7 +138,7 @@ def _graph(
         if summary.driver == "simulated":  # times of what is simulated say nothing
             notes = [replace(note, record_ms=None) for note in notes]
         captured[name] = {
-            "calls": grown["calls"] - excused(grown),
+            "calls": sum(grown[name] for name in _ENDED) - excused(grown),
             "counts": grown,
             "recordings": tuple(notes),
             "reasons": part.reasons.told(grown, noted),

@@ -122,11 +122,11 @@ def note_graph_breaks() -> None:
     convert = sys.modules.get("torch._dynamo.symbolic_convert")
     kind = getattr(convert, "InstructionTranslatorBase", None)
     log = getattr(kind, "log_graph_break", None)
-    if log is None and _UntilLoaded not in sys.meta_path:
-        sys.meta_path.insert(0, _UntilLoaded)
+    # a new list: an import may be going over this one
+    hooks: list[Any] = [each for each in sys.meta_path if each is not _UntilLoaded]
+    sys.meta_path = [_UntilLoaded, *hooks] if log is None else hooks
     if kind is None or log is None or hasattr(log, "_notes_for_cgpass"):
         return
-    sys.meta_path[:] = [each for each in sys.meta_path if each is not _UntilLoaded]
     sys.modules["torch._dynamo.utils"].set_compilation_metrics_limit(_NOTED)
 
     @functools.wraps(log)

@@ -29,6 +29,21 @@ def test_samples_that_are_conjugates_or_negatives(setting, lazy):
     assert graphed.stats.plain_calls == 0
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [lambda x: x.contiguous(), lambda x: x.contiguous().add_(1).sum()],
+    ids=["given", "written"],
+)
+def test_what_is_the_argument_itself_in_one_layout_alone(setting, fn):
+    graphed = setting.graphed(fn, (setting.randn(3, 4),))
+    for make in (torch.Tensor.contiguous, torch.Tensor.t):
+        x = make(setting.randn(3, 4) if make is torch.Tensor.contiguous else setting.randn(4, 3))
+        other = x.clone()
+        same(graphed(x), fn(other))
+        same(x, other)
+        assert (graphed(x) is x) == (fn(other) is other)
+
+
 def test_results_that_are_views_of_conjugates(setting):
     graphed = setting.graphed(lambda x: (x[1:], x * 2), (complex_randn(setting, 3),))
     for make in (torch.conj, torch.clone):

@@ -226,6 +226,22 @@ def test_a_backward_that_lets_go_of_what_it_needs_runs_once(setting):
             (late if resets else outs[0]).sum().backward()
 
 
+def logged(module, x):
+    module.seen = x.mean()
+    return x.sin()
+
+
+def test_what_other_forwards_let_go_of_is_nothing_that_a_backward_needs(setting):
+    module, plain = twins(setting, Runs(logged))
+    samples = tuple((setting.randn(4, 8),) for _ in range(2))
+    graphed = setting.graphed((module,), samples, order=[1, 1, -1, -1])
+    x = setting.randn(4, 8)
+    for out in (graphed[0](x), plain(x)):
+        out.square().sum().backward(retain_graph=True)
+        out.square().sum().backward()
+    same_grads(module, plain)
+
+
 class HasConstants(torch.nn.Module):
     """Keeps tensors that nobody named, and what it returned last."""
 

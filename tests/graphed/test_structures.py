@@ -87,7 +87,7 @@ def test_views_of_arguments_that_are_laid_out_otherwise(setting, requires_grad, 
             found[1].square().sum().backward()
             wanted[1].square().sum().backward()
             same(x.grad, y.grad)
-    assert "args[0], which results are views of, has another memory layout" in caplog.text
+    assert "args[0], which it writes or returns, has another memory layout" in caplog.text
     stats = graphed.stats
     assert stats.plain_calls == 2
     found = graphed(setting.randn(3, 2, 4))

@@ -1,5 +1,6 @@
 """`python -m cgpass check`, doctor and the pytest fixture: for scripts, machines and tests of users."""
 
+import contextlib
 import dataclasses
 import io
 import runpy
@@ -70,6 +71,16 @@ def test_threads_of_a_script_are_waited_for_and_stdout_has_few_letters(
     assert command.main(["check", str(script)]) == 1
     assert said.buffer.getvalue().startswith(b"\nended\n")
     assert said.buffer.getvalue().endswith(b"gr\\xf6\\xdfer\n")
+
+
+def test_calls_that_raised_and_were_caught_did_not_fall_back(simulated):
+    table = torch.ones(4, 2)
+    call = torch.compile(lambda x: table[x].sin().cos().exp().tanh(), backend="cgpass")
+    with cgpass.explain() as report:
+        for n in (0, 0, 0, 9, 9, 0):
+            with contextlib.suppress(IndexError):
+                call(torch.tensor([n]))
+    assert check.verdict(report, 1.0)[0], report
 
 
 def test_a_script_that_is_captured_passes(script, counted_alone, capsys, monkeypatch):
