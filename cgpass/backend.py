@@ -80,7 +80,6 @@ def cgpass(
     del name
     torch_private.register_backend("cgpass", cgpass)
     torch_private.note_graph_breaks()
-    torch_private.note_function()
     give_gathered_a_pool()
     parsed = parse_options(options)
     if mode not in (None, "default"):
@@ -187,7 +186,7 @@ class Compilation:
         self._saved: dict[str, InputKind] = {}
         self._parameters: frozenset[int] = frozenset()
         """Inputs of the forward that are parameters or buffers, and outputs of the backward that are their gradients."""
-        code = torch_private.current_function()
+        code = torch_private.note_function()
         self._source = Source(begins_at(gm), torch_private.current_trace_id(), code)
         function = telemetry.new_function()
         self._failed = FailedOperators(function)

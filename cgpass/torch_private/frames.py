@@ -70,15 +70,11 @@ _graph_breaks: deque[GraphBreak] = deque(maxlen=1024)
 _ours: set[str] = set()
 
 
-def note_function() -> None:
-    """Note which function Dynamo compiles for our backend now."""
-    _ours.add(function_of(CompileContext.current_compile_id()))
-
-
-def current_function() -> Function | None:
-    """Return the function that Dynamo compiles now, the whole one if it compiles what is behind a graph break."""
+def note_function() -> Function | None:
+    """Note which function Dynamo compiles for our backend now; return it, the whole one if this is what is behind a break."""
     from torch._dynamo.symbolic_convert import tls
 
+    _ours.add(function_of(CompileContext.current_compile_id()))
     translator = getattr(tls, "current_tx", None)
     return None if translator is None else _whole(translator.f_code)
 
@@ -122,9 +118,8 @@ def note_graph_breaks() -> None:
     convert = sys.modules.get("torch._dynamo.symbolic_convert")
     kind = getattr(convert, "InstructionTranslatorBase", None)
     log = getattr(kind, "log_graph_break", None)
-    # a new list: an import may be going over this one
-    hooks: list[Any] = [each for each in sys.meta_path if each is not _UntilLoaded]
-    sys.meta_path = [_UntilLoaded, *hooks] if log is None else hooks
+    others: list[Any] = [each for each in sys.meta_path if each is not _UntilLoaded]
+    sys.meta_path = [_UntilLoaded] * (log is None) + others  # an import may go over the old list
     if kind is None or log is None or hasattr(log, "_notes_for_cgpass"):
         return
     sys.modules["torch._dynamo.utils"].set_compilation_metrics_limit(_NOTED)
