@@ -137,10 +137,10 @@ def _check(fn: Any, optimizer: Any) -> None:
 
 def _call(run: Callable[[], Any], training: bool, tensors: Sequence[torch.Tensor]) -> None:
     """Make one call with its backward, unless it ran that itself, and leave no gradients."""
-    known = [each for each in tensors if each.is_leaf]
     with torch.set_grad_enabled(training):
         result = run()
         outputs = _differentiated(result) if training else []
+    known = [each for each in tensors if each.is_leaf]  # by now some may have a history
     if outputs and all(each.grad is None for each in known):
         _backward(outputs, [each for each in tensors if not each.is_leaf and each.requires_grad])
     for each in known:
@@ -243,12 +243,16 @@ def _restored(
         _keep(stack, optimizer.param_groups)
         tensors += [each for group in optimizer.param_groups for each in group["params"]]
     for each in dict.fromkeys(tensors):
-        if each.is_leaf:
-            last.callback(each.requires_grad_, each.requires_grad)
+        last.callback(_require_grad, each, each.requires_grad)
         if each.is_leaf or each.retains_grad:
             last.callback(setattr, each, "grad", each.grad)
             each.grad = None
     return tensors
+
+
+def _require_grad(tensor: torch.Tensor, before: bool) -> None:
+    if tensor.is_leaf and tensor.requires_grad != before:
+        tensor.requires_grad_(before)
 
 
 def _keep(stack: contextlib.ExitStack, value: Any) -> None:

@@ -139,6 +139,7 @@ def _graph(
             notes = [replace(note, record_ms=None) for note in notes]
         captured[name] = {
             "calls": sum(grown[name] for name in _ENDED) - excused(grown),
+            "raised": grown["calls"] - sum(grown[name] for name in _ENDED),
             "counts": grown,
             "recordings": tuple(notes),
             "reasons": part.reasons.told(grown, noted),
@@ -146,18 +147,15 @@ def _graph(
     for step in (step for executor in live([graph]) for step in executor.plan.steps):
         if isinstance(step.run, PartitionRunner):
             captured[step.name] |= _memory(step.run)
-    parts = tuple(
-        PartitionReport(
-            **vars(part)
-            | {"calls": max(0, calls - warmups), "reasons": counted(part.reasons)}
-            | (captured.get(part.name, {}) if part.captured else {}),
-            device_ms=clock.parts.get((graph, part.name)),
-        )
-        for part in summary.partitions
-    )
+    parts, reached = list[PartitionReport](), max(0, calls - warmups)
+    for part in summary.partitions:
+        own = captured.get(part.name, {}) if part.captured else {}
+        reached = max(0, reached - own.pop("raised", 0))  # by nothing behind it
+        about = vars(part) | {"calls": reached, "reasons": counted(part.reasons)} | own
+        parts.append(PartitionReport(**about, device_ms=clock.parts.get((graph, part.name))))
     ops = summary.num_ops or sum(part.num_ops for part in parts)
     told: dict[str, Any] = vars(summary) | {"why": counted(summary.why), "num_ops": ops}
-    return GraphReport(**told | {"partitions": parts, "calls": calls})
+    return GraphReport(**told | {"partitions": tuple(parts), "calls": calls})
 
 
 def _memory(runner: PartitionRunner) -> dict[str, Any]:

@@ -294,7 +294,7 @@ class PartitionRunner:
         table.remember(seen)  # or it could be forgotten as the oldest, with what is recorded now
         self._close(table.drop_gone())
         if not table.has_room(seen.made_for):
-            return self._full(args, seen.key[0])
+            return self._full(args, seen.key[0], held=bool(seen.recordings.get(found.values)))
         size = sum(args[i].nbytes for i in (*self.layout.copied, *self.layout.pooled))
         if 0 < self._largest < size:
             owner.make_space()
@@ -456,12 +456,14 @@ class PartitionRunner:
         self.reasons.note(code, lambda: (text, line))
         return text
 
-    def _full(self, args: list[Any], shape: ShapeKey) -> Plain:
+    def _full(self, args: list[Any], shape: ShapeKey, *, held: bool = False) -> Plain:
         limit = self.options.max_recordings
         recorded = [seen.key[0] for seen in self.table.seen() if seen.recordings]
         changed = self.layout.changed(recorded[-1], shape) if recorded else ()
         name, line = self._named(changed) if changed else ("values of other partitions", None)
         why = f"max_recordings={limit} shapes are recorded, and {name} had a new value or layout"
+        if held:
+            why, line = f"max_recordings={limit} recordings are made, and {_HELD}", None
         self._say_once("max_recordings", why)
         return self._plain(args, "max_recordings", why, line)
 

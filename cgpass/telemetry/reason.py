@@ -16,7 +16,7 @@ OTHER_FIXES: Final = {
     "out_of_memory": "free memory, or lower max_recordings; after cgpass.reset() the next calls try again",
     "raised": "see the error",
     "shares_memory": "pass tensors that share no memory: clone() one of them",
-    "max_recordings": "pad inputs to a few sizes, or raise max_recordings",
+    "max_recordings": "pad inputs to a few sizes, drop results, or raise max_recordings",
     "max_pending_calls": "call it under torch.no_grad() if you need no backward, detach results that you keep, or "
     "raise max_pending_calls",
     "not_in_the_pool": "see why the partition that makes it ran without a graph",

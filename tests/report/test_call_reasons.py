@@ -227,6 +227,18 @@ def test_what_is_new_in_each_call_has_a_remedy_of_its_kind(code, name, fix):
     assert found.fix.startswith(fix)
 
 
+def test_recordings_of_calls_that_wait_are_not_told_as_sizes(simulated, counted_alone):
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    call = torch.compile(model, backend="cgpass", options={"max_recordings": 1})
+    for _ in range(3):
+        call(torch.randn(2, 4)).sum().backward()
+    with cgpass.explain() as report:
+        losses = [call(torch.randn(2, 4)).sum() for _ in range(3)]
+    text = joined(report)
+    assert "max_recordings=1 recordings are made, and results of earlier calls are still" in text
+    assert len(losses) == 3
+
+
 def test_a_check_and_a_report_of_all_tell_the_same_share(simulated, counted_alone):
     options = {"max_recordings": 1}
     inner = torch.compile(chain, backend="cgpass", dynamic=True, options=options)
@@ -239,7 +251,7 @@ def test_a_check_and_a_report_of_all_tell_the_same_share(simulated, counted_alon
     text = joined(report)
     assert "33.3% of the 108 operators of compiled code ran in graphs, 0 boundaries, 18" in text
     assert (
-        "x.size(0) had a new value or layout [max_recordings] Do: pad inputs to a few sizes, or raise"
+        "x.size(0) had a new value or layout [max_recordings] Do: pad inputs to a few sizes, drop results, or raise"
         in text
     )
     passes, text = check.verdict(report, 0.95)
@@ -247,7 +259,9 @@ def test_a_check_and_a_report_of_all_tell_the_same_share(simulated, counted_alon
     assert "FAILED: 33.3% of the 108 operators that compiled code ran after" in joined(text)
     (line,) = check.fell_back(report)
     assert "captured_0: 18 of 30 calls ran without a graph: max_recordings=" in line
-    assert line.endswith("[max_recordings]; pad inputs to a few sizes, or raise max_recordings")
+    assert line.endswith(
+        "[max_recordings]; pad inputs to a few sizes, drop results, or raise max_recordings"
+    )
 
 
 def test_copies_are_those_of_the_last_replay(simulated):

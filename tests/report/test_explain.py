@@ -390,6 +390,18 @@ def test_memory_that_parameters_were_put_on_is_left_alone():
     assert all(p.requires_grad for p in model.parameters())
 
 
+def test_what_gets_a_history_in_a_call_is_restored_all_the_same():
+    model, x = nn.BatchNorm1d(8, affine=False), X.clone()
+    weight = torch.ones(8, requires_grad=True)
+
+    def written(x):
+        x += weight
+        return model(x).sum()
+
+    assert cgpass.explain(written, x).graphs
+    assert model.num_batches_tracked == 0
+
+
 def test_state_of_an_optimizer_that_nobody_names_returns_to_the_tensors_that_had_it():
     param = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
     rate = torch.tensor(0.1)

@@ -85,7 +85,9 @@ def test_calls_that_ran_without_a_graph_are_named():
     *_, head, line, _ = cgpass.summary().splitlines()
     assert head.endswith("1 partition captured (4 operators), 0 eager (0 operators)")
     assert line.startswith("  captured_0: 6 of 9 calls ran without a graph: max_recordings=")
-    assert line.endswith(" [max_recordings]; pad inputs to a few sizes, or raise max_recordings")
+    assert line.endswith(
+        " [max_recordings]; pad inputs to a few sizes, drop results, or raise max_recordings"
+    )
 
 
 @pytest.mark.parametrize("fn", [long_unsafe, lambda x: x.sin().cos() + 1, lambda x: tagged(x)])
