@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 Key = tuple[bytes, bytes, tuple[bool, ...]]
 """Addresses of parameters and buffers, which of them require grad, and flags among the arguments."""
 _LETS_GO: Final = "A first backward of it lets go of what it needs (a selective checkpoint, hooks of saved tensors)"
+_IS_LATER: Final = (
+    "A tensor that it saves is held outside of autograd, too, and has a later call's values there"
+)
 Execute = Callable[[Callable[[list[Any]], list[Any]], list[Any], list[InputKind], str], list[Any]]
 """Warms a function up, or records it: with its arguments, their kinds and its name; returns what it returned."""
 
@@ -107,6 +110,8 @@ class Pair:
         self._recordings: dict[str, Recording] = {}
         self._held_elsewhere: list[tuple[torch.Tensor, int]] = []
         """Results and saved tensors of the warm-up that runs whose memory somebody else holds, and how many do."""
+        self._is_seen = False
+        """True if there were any: what holds them sees a later call's values once that wrote there."""
         self._homes: dict[int, tuple[int, int]] = {}
         """Saved tensors of the forward's own memory: which of its tensors they are, and which of `_kept` they lie in."""
         self._is_alone = d.makes_weight_grads is not None
@@ -143,6 +148,7 @@ class Pair:
         """See if what a warm-up made was held beside autograd by its graph: then fewer hold it now. One that stays may hold it."""
         kept, self._held_elsewhere = self._held_elsewhere, []
         if kept:
+            self._is_seen = True
             gc.collect()
             own = Counter(each.untyped_storage()._cdata for each, _ in kept)
             self._is_alone |= graph_is_alive() is not None or any(
@@ -385,6 +391,7 @@ class Pair:
                 results[n] = results[n].detach()
         wanted = self._take_wanted(args)
         if not with_grad or not graph.with_grad or not any(t.requires_grad for t in wanted):
+            self._call = None
             return results
         for n, _ in self._given:
             results[n] = results[n].detach()  # the call's own argument gets no history
@@ -438,9 +445,11 @@ class Pair:
                 found = self._replay(backward, [*self._nothing, *grads])
             else:
                 why = "its graphs were freed" if backward is None else "its parameters moved"
-                if self._serves_once:
+                is_later = self._is_seen and (self._call is None or self._call() is not call)
+                if self._serves_once or is_later:
+                    what = _LETS_GO if self._serves_once else _IS_LATER
                     raise GraphedBackwardError(
-                        f"{call.name}: {why} between a forward and its backward. {_LETS_GO}: run the backward before."
+                        f"{call.name}: {why} between a forward and its backward. {what}: run the backward before."
                     )
                 d.tell(f"runs a backward without a graph: {why}.")
                 d.count_plain(f"a backward, since {why}")

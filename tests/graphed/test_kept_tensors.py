@@ -1,6 +1,6 @@
 """Tensors that a forward keeps for its backward in other ways than operators do."""
 
-import contextlib
+from contextlib import nullcontext as nothing
 
 import pytest
 import torch
@@ -226,6 +226,32 @@ def test_a_backward_that_lets_go_of_what_it_needs_runs_once(setting):
             (late if resets else outs[0]).sum().backward()
 
 
+def masked(module, x):
+    mask = module.mask = (x.detach() > 0).to(x.dtype)
+    found = x * mask
+    if found.requires_grad:
+        found.register_hook(lambda grad: grad * mask)
+    return found
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_is_stored_and_saved_is_a_later_calls_after_that(setting, grad):
+    module, plain = twins(setting, Runs(masked))
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    x = setting.randn(4, 8)
+    for is_later in (False, True):
+        found, expected = graphed(x), plain(x)
+        if is_later:
+            with torch.set_grad_enabled(grad):
+                graphed(setting.randn(4, 8))
+        graphed.graphed.reset()
+        with pytest.raises(GraphedBackwardError, match="later call") if is_later else nothing():
+            found.square().sum().backward()
+        if not is_later:
+            expected.square().sum().backward()
+            same_grads(module, plain)
+
+
 def logged(module, x):
     module.seen = x.mean()
     return x.sin()
@@ -269,9 +295,7 @@ def moved():
     return torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor)
 
 
-@pytest.mark.parametrize(
-    "around", [torch.autograd.graph.save_on_cpu, moved, contextlib.nullcontext]
-)
+@pytest.mark.parametrize("around", [torch.autograd.graph.save_on_cpu, moved, nothing])
 @pytest.mark.parametrize("fn", [LetsGo.apply, torch.sin])
 def test_saved_tensors_that_are_elsewhere_by_then(setting, around, fn):
     graphed, module, plain = graphed_twins(setting, Applies(fn))
