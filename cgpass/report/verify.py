@@ -78,8 +78,7 @@ class verify(contextlib.ExitStack):  # noqa: N801  called as the functions besid
         layout, infos, device = runner.layout, runner.layout.infos, runner.owner.driver.device
         written = sorted({*layout.mutated}.difference(layout.pooled))
         states, copies = random_states(device, args), copied(args, [*written, *layout.pooled])
-        # what others computed is held by nobody else, and is overwritten
-        inputs = [None if i in layout.pooled else each for i, each in enumerate(args)]
+        inputs = [None if i in layout.pooled else x for i, x in enumerate(args)]  # can die inside
 
         def found(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[tuple[str, Any]]:
             names = made or ["unnamed"] * len(outputs)
