@@ -112,9 +112,8 @@ class CallReasons:
         self._changed: Counter[tuple[str, str, str | None]] = Counter()
 
     def note(self, code: str, detail: Callable[[], tuple[str, str | None]]) -> None:
-        """Note a call without a graph; `detail` gives the first such call's cause and the user's line."""
-        if code not in self._details:
-            self._details[code] = detail()
+        """Note a call without a graph; `detail` gives its cause and the user's line, of which the last are told."""
+        self._details[code] = detail()
         self._counts[code] += 1
 
     def note_changed(self, code: str, inputs: Iterable[tuple[str, str | None]]) -> None:
