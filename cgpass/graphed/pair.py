@@ -110,8 +110,8 @@ class Pair:
         self._recordings: dict[str, Recording] = {}
         self._held_elsewhere: list[tuple[torch.Tensor, int]] = []
         """Results and saved tensors of the warm-up that runs whose memory somebody else holds, and how many do."""
-        self._is_seen = False
-        """True if there were any: what holds them sees a later call's values once that wrote there."""
+        self._seen_at: set[int] = set()
+        """Which saved tensors of the last warm-up these were."""
         self._homes: dict[int, tuple[int, int]] = {}
         """Saved tensors of the forward's own memory: which of its tensors they are, and which of `_kept` they lie in."""
         self._is_alone = d.makes_weight_grads is not None
@@ -148,7 +148,6 @@ class Pair:
         """See if what a warm-up made was held beside autograd by its graph: then fewer hold it now. One that stays may hold it."""
         kept, self._held_elsewhere = self._held_elsewhere, []
         if kept:
-            self._is_seen = True
             gc.collect()
             own = Counter(each.untyped_storage()._cdata for each, _ in kept)
             self._is_alone |= graph_is_alive() is not None or any(
@@ -199,6 +198,9 @@ class Pair:
         self._held = results, saved, members
         self._is_alone |= self.graph.keeps_inputs
         self._held_elsewhere = self.graph.users_besides(results, saved, members) if warms_up else []
+        if warms_up:
+            held = {id(tensor) for tensor, _ in self._held_elsewhere}
+            self._seen_at = {i for i, tensor in enumerate(saved) if id(tensor) in held}
         self._end_saved = len(saved)
         self._end_members = len(saved) + len(members)
         if not warms_up:
@@ -445,7 +447,10 @@ class Pair:
                 found = self._replay(backward, [*self._nothing, *grads])
             else:
                 why = "its graphs were freed" if backward is None else "its parameters moved"
-                is_later = self._is_seen and (self._call is None or self._call() is not call)
+                is_later = self._call is None or self._call() is not call
+                is_later &= not self._seen_at.isdisjoint(
+                    self._homes
+                )  # what the forward did not make stays
                 if self._serves_once or is_later:
                     what = _LETS_GO if self._serves_once else _IS_LATER
                     raise GraphedBackwardError(

@@ -252,6 +252,22 @@ def test_what_is_stored_and_saved_is_a_later_calls_after_that(setting, grad):
             same_grads(module, plain)
 
 
+def turned(module, x):
+    return x.sin() * module.table
+
+
+def test_a_constant_that_a_module_has_is_no_later_calls(setting):
+    module, plain = twins(setting, Runs(turned))
+    module.table = plain.table = setting.randn(8)
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    x = setting.randn(4, 8)
+    found, expected, _ = graphed(x), plain(x), graphed(setting.randn(4, 8))
+    graphed.graphed.reset()
+    for each in (found, expected):
+        each.square().sum().backward()
+    same_grads(module, plain)
+
+
 def logged(module, x):
     module.seen = x.mean()
     return x.sin()
