@@ -112,8 +112,6 @@ class Pair:
         """Results and saved tensors of the warm-up that runs whose memory somebody else holds, and how many do."""
         self._seen_at: set[int] = set()
         """Which saved tensors of the last warm-up these were."""
-        self._is_shown = False
-        """True if a result was among them."""
         self._homes: dict[int, tuple[int, int]] = {}
         """Saved tensors of the forward's own memory: which of its tensors they are, and which of `_kept` they lie in."""
         self._is_alone = d.makes_weight_grads is not None
@@ -203,7 +201,8 @@ class Pair:
         if warms_up:
             held = {id(tensor) for tensor, _ in self._held_elsewhere}
             self._seen_at = {i for i, tensor in enumerate(saved) if id(tensor) in held}
-            self._is_shown = any(id(tensor) in held for tensor in results)
+            # nothing puts a result back in its place for whoever reads it there
+            self._is_alone |= any(id(tensor) in held for tensor in results)
         self._end_saved = len(saved)
         self._end_members = len(saved) + len(members)
         if not warms_up:
@@ -452,7 +451,7 @@ class Pair:
                 why = "its graphs were freed" if backward is None else "its parameters moved"
                 is_later = self._call is None or self._call() is not call
                 # what the forward did not make stays what it is
-                is_later &= self._is_shown or not self._seen_at.isdisjoint(self._homes)
+                is_later &= not self._seen_at.isdisjoint(self._homes)
                 if self._serves_once or is_later:
                     what = _LETS_GO if self._serves_once else _IS_LATER
                     raise GraphedBackwardError(

@@ -153,7 +153,15 @@ class Runs(torch.nn.Module):
         return self.fn(self, self.inner(x))
 
 
-@pytest.mark.parametrize("fn", [two, stored, its_own_hook])
+def stored_and_hooked(module, x):
+    found = x * 2
+    kept = module.last = found.detach()
+    if found.requires_grad:
+        found.register_hook(lambda grad: grad * (kept.abs() < 1))
+    return found
+
+
+@pytest.mark.parametrize("fn", [two, stored, its_own_hook, stored_and_hooked])
 def test_results_that_are_kept_by_something_that_is_kept_itself(setting, fn):
     module, plain = twins(setting, Runs(fn))
     graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
@@ -297,7 +305,7 @@ class HasConstants(torch.nn.Module):
         found = self.inner(x) * self.scale
         self.log["found"] = found.detach()
         self.log["itself"] = self.log
-        return found
+        return found.sin()  # which saves it
 
 
 def test_constants_and_logs_are_nothing_that_a_backward_keeps(setting):
