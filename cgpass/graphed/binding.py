@@ -109,7 +109,13 @@ class Binding:
                 return self._misfit(tensors), flags
             raise InputError(f"{self._name}: {self._misfit(tensors)}.")
         if len(tensors) > 1 and firsts(tensors) != self._firsts:
-            return "two arguments are one tensor here and not in the sample, or the reverse", flags
+            pairs = zip(firsts(tensors), self._firsts, strict=True)
+            i = next(n for n, (now, then) in enumerate(pairs) if now != then)
+            name = self._names[self._places[i]]
+            return (
+                f"{name} is one tensor with another argument here or in the sample, not both",
+                flags,
+            )
         return [tensors[i] for i in self._distinct], flags
 
     def _tensors(

@@ -59,9 +59,9 @@ def explain(
 
     A block runs nothing itself and changes nothing. Calls of other threads count, too. The report is ready when it ends.
 
-    With a function, nine calls run, with their backward. If neither it nor something that it names is compiled yet, it is
-    compiled with `backend="cgpass"`. A single batch is passed as data loaders mean it: a mapping as `**batch`, a tuple or
-    list as `*batch`; `[batch]` passes it whole. Afterwards modules (parameters and buffers) and optimizers that the function is, receives or names itself
+    With a function, nine calls run, with their backward, compiled with `backend="cgpass"` unless it or something that it
+    names is compiled already. A single batch is passed as data loaders mean it: a mapping as `**batch`, a tuple or list as
+    `*batch`; `[batch]` passes it whole. Afterwards modules and optimizers that the function is, receives or names itself
     are restored, with gradients and torch's random numbers. Nothing else is: what other objects hold, scalers, caches,
     written arguments. If this compiled the function, recordings of the same code are freed, also those of your own calls.
     Calls begin without gradients. Watch code that reads gradients or trains with a block.
@@ -70,7 +70,8 @@ def explain(
         fn: A module or function, compiled or not; leave it out for a block.
         args: The arguments of one call.
         training: True to run a backward, too: of the result's loss if it has one, else of all results that require grad
-            (in tuples, lists, dicts and dataclasses), unless the function ran it itself. False to run calls under `torch.no_grad()`.
+            (in tuples, lists, dicts and dataclasses), unless the function ran it itself. False to run calls under
+            `torch.no_grad()`.
         compare: True to time calls with CUDA graphs and without, afterwards.
         optimizer: One or several that are restored, too.
         options: Fields of `cgpass.Options`, for a function that is not compiled yet.

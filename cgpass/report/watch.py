@@ -137,9 +137,10 @@ def _graph(
         notes = list(part.notes)[max(0, len(part.notes) - grown["recordings"]) :]
         if summary.driver == "simulated":  # times of what is simulated say nothing
             notes = [replace(note, record_ms=None) for note in notes]
+        ended = sum(grown[each] for each in _ENDED)
         captured[name] = {
-            "calls": sum(grown[name] for name in _ENDED) - excused(grown),
-            "raised": grown["calls"] - sum(grown[name] for name in _ENDED),
+            "calls": ended - excused(grown),
+            "raised": grown["calls"] - ended,
             "counts": grown,
             "recordings": tuple(notes),
             "reasons": part.reasons.told(grown, noted),

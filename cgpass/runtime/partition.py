@@ -317,7 +317,7 @@ class PartitionRunner:
         outputs = self.fn(args)
         self.stats.plain_calls += 1
         if code is not None:
-            self.reasons.note(code, lambda: (why, line))
+            self.reasons.note(code, why, line)
         return outputs, None
 
     def _plain(self, args: list[Any], code: str, why: str, line: str | None = None) -> Plain:
@@ -438,7 +438,7 @@ class PartitionRunner:
         if code == "not_in_the_pool":  # its maker said why
             name, line = self._named(found.absent)
             text = f"the partition that makes {name} ran without a graph"
-            self.reasons.note(code, lambda: (text, line))
+            self.reasons.note(code, text, line)
             return text
         others = () if code == "new_shape" else new
         names = describe(self.layout.infos, found.new or found.absent or others, args)
@@ -453,7 +453,7 @@ class PartitionRunner:
         if code == "new_shape" and not why_not:
             return None
         line = self._named(new)[1]
-        self.reasons.note(code, lambda: (text, line))
+        self.reasons.note(code, text, line)
         return text
 
     def _full(self, args: list[Any], shape: ShapeKey, *, held: bool = False) -> Plain:

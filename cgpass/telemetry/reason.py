@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -111,9 +111,9 @@ class CallReasons:
         self._counts: Counter[str] = Counter()
         self._changed: Counter[tuple[str, str, str | None]] = Counter()
 
-    def note(self, code: str, detail: Callable[[], tuple[str, str | None]]) -> None:
-        """Note a call without a graph; `detail` gives its cause and the user's line, of which the last are told."""
-        self._details[code] = detail()
+    def note(self, code: str, cause: str, line: str | None) -> None:
+        """Note a call without a graph, its cause and the user's line, of which the last are told."""
+        self._details[code] = cause, line
         self._counts[code] += 1
 
     def note_changed(self, code: str, inputs: Iterable[tuple[str, str | None]]) -> None:

@@ -193,7 +193,4 @@ def test_code_that_asks_whether_arguments_are_one(setting, sample, form, caplog)
                 is_plain = (kind == "one") is (sample == "two")
                 assert graphed.stats.plain_calls - before == is_plain
     (message,) = [each.getMessage() for each in caplog.records]
-    assert (
-        "runs without a graph: two arguments are one tensor here and not in the sample, or the reverse"
-        in message
-    )
+    assert "is one tensor with another argument here or in the sample, not both" in message

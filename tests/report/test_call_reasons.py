@@ -229,9 +229,10 @@ def test_what_is_new_in_each_call_has_a_remedy_of_its_kind(code, name, fix):
 
 def test_recordings_of_calls_that_wait_are_not_told_as_sizes(simulated, counted_alone):
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
-    call = torch.compile(model, backend="cgpass", options={"max_recordings": 1})
-    for _ in range(3):
-        call(torch.randn(2, 4)).sum().backward()
+    options = {"max_recordings": 1}
+    call = torch.compile(model, backend="cgpass", dynamic=True, options=options)
+    for n in (2, 2, 2, 3, 3, 3):  # of which the last are sizes beyond the limit
+        call(torch.randn(n, 4)).sum().backward()
     with cgpass.explain() as report:
         losses = [call(torch.randn(2, 4)).sum() for _ in range(3)]
     text = joined(report)
