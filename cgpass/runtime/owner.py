@@ -280,6 +280,15 @@ class Owner:
         """Tell whether `tensor` lies in the output of a recording."""
         return self._pool_addresses[tensor.untyped_storage().data_ptr()] > 0
 
+    def makers(self, values: "Iterable[torch.Tensor]") -> "list[Recording]":
+        """Return the recordings in whose outputs values lie."""
+        storages = {value.untyped_storage()._cdata for value in values}
+        return [
+            recording
+            for recording in self._recordings()
+            if any(each._cdata in storages for each in recording.memory.watch[0])
+        ]
+
     def note_plain_results(self, outputs: Iterable[Any], *, is_warm_up: bool = False) -> None:
         """Note the results of a captured partition without a graph: its readers in this call run without one, too."""
         for value in outputs:

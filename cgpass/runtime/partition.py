@@ -17,8 +17,8 @@ Note [What a call does]
     6   else it is a warm-up: it runs without a graph, and its key was seen from now on (a plain call, of which nothing is
         remembered, if there is no room for it). What reads its results in this very call runs without a graph, too
 
-    Nothing else decides. A recording goes when a storage that it reads in place is gone, once something else is
-    recorded. All go, and are made again in their next calls, before a larger one is made, which finds no room in their
+    Nothing else decides. A recording goes when a storage that it reads in place is gone, or the recording whose values it
+    reads, once something else is recorded. All go, and are made again in their next calls, before a larger one is made, which finds no room in their
     memory (`Owner.make_space`), and when a second thread calls; a backward's do once, when its gradients turn out to be
     kept while a forward runs (`move_apart`). A partition that failed keeps the recordings that it has.
 """
@@ -26,6 +26,7 @@ Note [What a call does]
 import logging
 import threading
 import time
+import weakref
 from array import array
 from collections import deque
 from collections.abc import Sequence
@@ -54,7 +55,7 @@ from cgpass.runtime.outputs import Uses
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recorder, Recording
 from cgpass.runtime.rng import distances, forward_states, note_replayed, put_on_the_device
-from cgpass.runtime.table import RecordingTable, Seen
+from cgpass.runtime.table import LAID_OUT_ANEW, RecordingTable, Seen
 from cgpass.runtime.writes import Changes
 from cgpass.telemetry import ByHand, CallStats, progress
 from cgpass.telemetry.reason import OTHER_FIXES, CallReasons, many
@@ -292,6 +293,10 @@ class PartitionRunner:
         owner, table = self.owner, self.table
         seen.storages = self._inputs.storages(args, found.places)
         table.remember(seen)  # or it could be forgotten as the oldest, with what is recorded now
+        if seen.recordings:
+            names = describe(self.layout.infos, self.layout.pooled, limit=_NAMED)
+            why = f"values of other partitions moved, or were recorded again: {names}"
+            seen.cause = "memory", why, self._named(self.layout.pooled)[1]
         self._close(table.drop_gone())
         if not table.has_room(seen.made_for):
             return self._full(args, seen.key[0], held=bool(seen.recordings.get(found.values)))
@@ -535,10 +540,6 @@ class PartitionRunner:
         beside = others.get(found.values, ())
         if not all(self._has_younger_inputs(each, args) for each in beside):
             cause = "held", _HELD, None
-        elif others:
-            names = describe(self.layout.infos, self.layout.pooled, limit=_NAMED)
-            why = f"values of other partitions moved, or were recorded again: {names}"
-            cause = "memory", why, self._named(self.layout.pooled)[1]
         took = (time.perf_counter() - self._started) * 1e3
         note = RecordingNote(*cause[:2], recording.copied_bytes, took, cause[2] or self.returned_at)
         self.notes.append(note)
@@ -552,6 +553,8 @@ class PartitionRunner:
         traced_as = f"{partition.replace(' ', '_')}_recording_{number}"
         torch_private.trace(traced_as, lambda: told | vars(note), self.source.trace_id)
         recording.made_for, recording.draws = seen.made_for, seen.draws
+        read = [args[i] for i in self.layout.pooled if i not in found.copied]
+        recording.makers = [weakref.ref(maker) for maker in self.owner.makers(read)]
         if self.is_backward and not self._first_pool:
             recording.backward = self
         self.owner.add_recording(recording)
@@ -582,7 +585,7 @@ class PartitionRunner:
     def forget_recordings(self) -> None:
         """Drop every recording; calls of keys seen so far record at once."""
         self._largest = 0
-        self._close(self.table.drop(lambda seen, recording: True))
+        self._close(self.table.drop(lambda seen, recording: True, LAID_OUT_ANEW))
 
     def close(self) -> None:
         """Drop every recording; the next calls warm up again, and what failed is tried again, unless the owner is closed."""

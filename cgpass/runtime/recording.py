@@ -31,6 +31,8 @@ from cgpass.runtime.writes import Watched, counting, has_place
 from cgpass.telemetry import CallStats
 
 if TYPE_CHECKING:
+    import weakref
+
     from cgpass.runtime.partition import PartitionRunner
 
 
@@ -67,6 +69,8 @@ class Recording:
     """Its maker, if its gradients can have a pool that forwards don't write. See `Owner.rescue`."""
     made_for: tuple[int, ...] = field(default=(), init=False)
     """Identities of the storages that it reads in place: of layers whose parameters come to one place in turn, one's."""
+    makers: "list[weakref.ref[Recording]]" = field(default_factory=list, init=False)
+    """Recordings whose outputs it reads in place; the owner keeps them alive."""
     draws: list[int] = field(default_factory=list, init=False)
     """See `table.Seen.draws`."""
     closed: bool = field(default=False, init=False)
@@ -140,6 +144,11 @@ class Recording:
         """Positions of the outputs that lie in its memory."""
         self._arrange = fast.taker(tuple(places[n] for n in range(count)))
         """Takes outputs in their order from what `run` makes of each kind."""
+
+    def reads_what_is_gone(self) -> bool:
+        """Tell whether a recording whose outputs it reads is gone: another one at the same place was made after it."""
+        makers = [maker() for maker in self.makers]
+        return any(maker is None or maker.closed for maker in makers)
 
     def may_replay(self, args: Sequence[Any]) -> bool:
         """Tell whether a replay writes no inputs that somebody else holds."""

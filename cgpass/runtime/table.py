@@ -12,7 +12,9 @@ from cgpass.runtime.recording import Recording
 _KEYS_KEPT: Final = 2048
 """The newest keys without a recording that stay known, and never more than twice as many do: a bound on memory. If it
 were `max_recordings`, a few more sizes that take turns would never be seen twice."""
-_LAID_OUT_ANEW: Final = (
+Cause = tuple[str, str, str | None]
+"""See `RecordingNote`: code, words, and the user's line."""
+LAID_OUT_ANEW: Final = (
     "anew",
     "the memory layout changed, for a larger call or for gradients that are kept",
     None,
@@ -33,8 +35,8 @@ class Seen:
     """Steps that random operators draw from where the partition begins: learnt in a call without a graph."""
     objects: tuple[object, ...] = ()
     """Those that the key knows by identity, kept alive so that no other object takes their place."""
-    cause: tuple[str, str, str | None] = ("", "", None)
-    """Cause of its next recording: see `RecordingNote`."""
+    cause: Cause = ("", "", None)
+    """Cause of its next recording."""
     left_plain: tuple[str, str] | None = None
     """Reason for running its calls without a graph, if any: a code, and in words."""
     recordings: dict[bytes, list[Recording]] = field(default_factory=dict)
@@ -115,23 +117,27 @@ class RecordingTable:
             del self._seen[seen.key]
         self._limit = len(self._seen) + 64 + min(len(alive), _KEYS_KEPT)
 
-    def drop(self, wanted: Callable[[Seen, Recording], bool]) -> list[Recording]:
-        """Forget some recordings, but not their keys; returns what is to be closed."""
+    def drop(
+        self, wanted: Callable[[Seen, Recording], bool], cause: Cause | None = None
+    ) -> list[Recording]:
+        """Forget some recordings, but not their keys, whose next ones have a cause; returns what is to be closed."""
         dropped = []
         for seen in self.seen():
             for values, members in list(seen.recordings.items()):
                 gone = [recording for recording in members if wanted(seen, recording)]
                 members[:] = [recording for recording in members if recording not in gone]
                 dropped += gone
-                if gone:
-                    seen.cause = _LAID_OUT_ANEW
+                if gone and cause:
+                    seen.cause = cause
                 if not members:
                     del seen.recordings[values]
         return dropped
 
     def drop_gone(self) -> list[Recording]:
-        """Forget keys whose storages are gone; returns their recordings, unless outputs of these are held."""
-        dropped = self.drop(lambda seen, r: seen.is_gone and not r.memory.any_held())
+        """Forget keys whose storages are gone; returns recordings that read what is, unless outputs of these are held."""
+        dropped = self.drop(
+            lambda seen, r: (seen.is_gone or r.reads_what_is_gone()) and not r.memory.any_held()
+        )
         self._forget_unrecorded()
         return dropped
 

@@ -53,23 +53,29 @@ def test_what_moves_in_every_call_is_copied_for_good(setting, caplog):
     assert not caplog.records
 
 
-def body_replaced_once(session):
+def body_replaced(session, times=1, **options):
     """The backward of a frozen body reads none of its parameters."""
-    module, call = session.compiled(MLP)
+    module, call = session.compiled(MLP, **options)
     module.layers[0].requires_grad_(False)
-    for number, batch in enumerate(session.batches(4, 8, count=10)):
-        if number == 5:
+    for number, batch in enumerate(session.batches(4, 8, count=5 + 5 * times)):
+        if number and number % 5 == 0:
             module.layers[0].weight.data = module.layers[0].weight.data * 0.5
         yield learn(module, call(batch).square().mean())
 
 
 def test_a_parameter_that_is_replaced_costs_a_warm_up_of_each_partition(setting):
     with cgpass.explain() as report:
-        counters = setting.compare(body_replaced_once)
+        counters = setting.compare(body_replaced)
     assert (counters["warmups"], counters["plain_calls"]) == (4, 0), counters
     notes = [each.recordings for each in report.partitions]
     assert [[n.cause for n in each] for each in notes] == [["first", "moved"], ["first", "memory"]]
     assert "values of other partitions moved, or were recorded again: " in notes[1][-1].detail
+
+
+def test_recordings_for_values_of_recordings_that_are_gone_go_too(setting):
+    program = functools.partial(body_replaced, times=4)
+    counters = setting.compare(program, max_recordings=2)
+    assert counters["plain_calls"] == 0, counters
 
 
 def moved_in_every_other_call(session, *, replaced):
