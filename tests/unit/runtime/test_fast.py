@@ -12,7 +12,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cgpass import torch_private
 from cgpass.runtime import fast
 from tests.unit.runtime.leaves import ALL, NUM, ONE, TWO, Function, randn, visits
 
@@ -246,7 +245,7 @@ def test_no_reference_is_lost_or_kept():
     args, specs = [tensor], ((0, tensor[:1], 0),)
     before = (sys.getrefcount(tensor), sys.getrefcount(value))
     storage = tensor.untyped_storage()._cdata
-    held = torch_private.storage_use_count(storage)
+    held = torch._C._storage_Use_Count(storage)
     for _ in range(10):
         fast.static_key(args, (0,))
         fast.aliases((tensor,), (0,))
@@ -254,7 +253,7 @@ def test_no_reference_is_lost_or_kept():
         fast.copy_out([tensor, tensor], (0, 1))
         fast.unchanged([{"a": value}], ["a"], [value], [], b"")
     assert (sys.getrefcount(tensor), sys.getrefcount(value)) == before
-    assert torch_private.storage_use_count(storage) == held
+    assert torch._C._storage_Use_Count(storage) == held
 
 
 # ---- the compiled node: leaves whose gradients it adds at once, those that it leaves to autograd's engine, what it saves
