@@ -185,7 +185,7 @@ class Differentiated:
             raise d.refusal(
                 f"uses a tensor of shape {list(variable.shape)} that requires grad and is neither an argument nor read as "
                 "an attribute of its modules. Name the module that has it, as in make_graphed_callables(fn, "
-                "sample_args, modules=(model,)), and read it there, or pass it as an argument"
+                "sample_args, modules=(model,)), and read it there; if it is made inside, pass it as an argument"
             )
 
     def _saved_on(self, node: Any) -> Iterator[tuple[Any, Checkpoint | None]]:

@@ -198,6 +198,12 @@ class Pair:
         self._written = [i for i in sorted(forward.written) if i < end]
         shown = {n: alias for n, alias in forward.views.items() if n < first}
         self._given = [(n, shown[n].index) for n in shown if n in graph.with_grad]
+        number_of, tensors = forward.own, forward.memory.tensors
+        made = {n: tensors[number_of[n]] for n in graph.with_grad if n in number_of}
+        self._overlapping = [
+            n for n in made if any(_overlap(made[n], made[k]) for k in made if k != n)
+        ]
+        """Results that share elements with another one."""
         self._cut_off = [
             n for n in shown if n not in graph.with_grad and self.description.with_grad
         ]
@@ -373,7 +379,9 @@ class Pair:
         fast.attach(_run_backward, call, *where, checked, (), "GraphedBackward")
         for n, i in self._given:
             is_leaf = not args[i].requires_grad  # other than the sample's
-            results[n] = results[n].detach() if is_leaf else _Given.apply(results[n])
+            results[n] = results[n].detach() if is_leaf else _SharedResult.apply(results[n])
+        for n in self._overlapping:
+            results[n] = _SharedResult.apply(results[n])
         return results
 
     def _replay(self, recording: Recording, args: list[Any]) -> list[Any]:
@@ -548,8 +556,8 @@ def _backward(call: Call, saved: list[Any] | None, grads: list[Any] | None) -> l
 _untraced = torch_private.outside_dynamo(_backward)
 
 
-class _Given(torch.autograd.Function):
-    """A result that is (a view of) an argument: autograd refuses to have it changed in place."""
+class _SharedResult(torch.autograd.Function):
+    """A result that shares memory with an argument or another one: autograd refuses to have it changed in place."""
 
     @staticmethod
     def forward(ctx: Any, result: torch.Tensor) -> torch.Tensor:
@@ -558,6 +566,16 @@ class _Given(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0]
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Tell whether two tensors share an element, or part of one."""
+    storage, size = a.untyped_storage(), a.dtype.itemsize
+    if storage._cdata != b.untyped_storage()._cdata:
+        return False
+    places = torch.arange(storage.nbytes() // size, device="cpu")
+    each = (places.as_strided(t.size(), t.stride(), t.storage_offset()).flatten() for t in (a, b))
+    return b.dtype.itemsize != size or bool(torch.isin(*each).any())
 
 
 # ---- captures that fail

@@ -140,3 +140,32 @@ def test_an_argument_that_is_returned_gets_no_history(setting):
     assert (x.grad_fn, x.requires_grad) == (None, False)
     (made.sum() + same_one.sum() + view.sum()).backward()
     same(linear.bias.grad, torch.full_like(linear.bias, 3.0))
+
+
+SHARED = {
+    "a part": lambda h: (h, h[:, 0]),
+    "another shape": lambda h: (h.view(-1), h),
+    "two parts": lambda h: (h[:, :2], h[:, 2:]),
+    "a copy": lambda h: (h, h.clone()),
+}
+
+
+@pytest.mark.parametrize("way", SHARED)
+def test_results_are_written_unless_they_share_elements(setting, way):
+    layer = setting.module(torch.nn.Linear(4, 4))
+
+    def plain(x):
+        return SHARED[way](layer(x).sin())
+
+    graphed = setting.graphed(plain, (setting.randn(3, 4),), modules=(layer,))
+    x, found = setting.randn(3, 4), []
+    if way in ("a part", "another shape"):
+        with pytest.raises(RuntimeError, match="SharedResult is a view and is being modified"):
+            graphed(x)[0].mul_(0.5)
+        return
+    for fn in (graphed, plain):
+        first, second = fn(x)
+        loss = (first.mul_(0.5) * second.mean()).sum()
+        found.append(torch.autograd.grad(loss, [*layer.parameters()]))
+    for a, b in zip(*found, strict=True):
+        same(a, b)
