@@ -126,7 +126,8 @@ class GraphedFunction:
 
     def add(self, pair: Pair) -> None:
         """Take a recording."""
-        self._pairs.setdefault(pair.key, []).append(pair)
+        known = self._pairs.get(pair.key, ())
+        self._pairs[pair.key] = [*(each for each in known if not each.closed), pair]
 
     # ---- a call
 
