@@ -20,7 +20,7 @@ BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 
 
 def is_capture_error(error: BaseException) -> bool:
-    """Tell whether only torch or CUDA raise `error`, because a capture does not allow what was done."""
+    """Guess from an error's text whether a capture does not allow what was done."""
     text = str(error) if isinstance(error, RuntimeError) else ""
     return any(word in text for word in ("captur", "CUDA", "CUBLAS", "CUSOLVER", "CUDNN", "cuDNN"))
 

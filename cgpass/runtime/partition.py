@@ -578,7 +578,7 @@ class PartitionRunner:
                 self.owner.close_recording(recording)
 
     def move_apart(self, by: Recording) -> None:
-        """Have gradients that are kept while a forward runs lie in a pool that this one does not write, from now on."""
+        """Record from now on in pools after a forward's, so that it does not overwrite gradients that are kept."""
         self._first_pool = by.pool_index + 1
         self.forget_recordings()
 
