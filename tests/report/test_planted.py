@@ -154,7 +154,10 @@ PLANTED = {
             "it was compiled 8 times, as often as torch._dynamo.config.recompile_limit allows; the guard that failed last: "
             "self.calls == 7. Calls that no compiled version fits run in eager [recompile_limit]"
         ),
-        "keep the value that changes the same, or make it a tensor",
+        (
+            "keep the value that changes the same or outside, or make it a tensor (a counter: a buffer that is written in place); "
+            "TORCH_LOGS=recompiles names each cause code left to eager"
+        ),
     ),
     "custom operator": (
         lambda: calls(custom, X),

@@ -183,8 +183,8 @@ def one_more(x):
 def test_the_recompile_limit_is_named(fn, place):
     many_options(fn, X)
     said = (
-        "it was compiled 8 times, as often as torch._dynamo.config.recompile_limit allows, the last time since backend or "
-        "options were others. Calls that no compiled version fits run in eager"
+        "it was compiled 8 times, as often as torch._dynamo.config.recompile_limit allows; the guard that failed last: "
+        "backend or options were others. Calls that no compiled version fits run in eager"
     )
     head, *lines = cgpass.summary().splitlines()
     assert head.startswith("8 times: ")

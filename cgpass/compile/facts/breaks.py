@@ -25,7 +25,7 @@ from cgpass.compile.facts.lines import (
     library_file,
     place_of,
 )
-from cgpass.telemetry.reason import OTHER_FIXES, OTHER_OPTIONS, Reason
+from cgpass.telemetry.reason import OTHER_FIXES, OTHER_FROZEN, OTHER_OPTIONS, Reason
 from cgpass.telemetry.summaries import GraphSummary
 
 _HOST_READ: Final = op_tables.FIXES["host_read"]
@@ -74,12 +74,12 @@ _SENTENCE: Final = re.compile(r"\. (?=[A-Z])")  # "e.g. " ends none
 _LENGTH: Final = 160
 """Of the words of torch's own that are shown."""
 _LIMIT: Final = re.compile(r"exceeding the (\w*recompile_limit) .*currently set to (\d+)")
-_SETTING: Final = re.compile(r"torch\._dynamo\.config\.\w+ = \w+")
 _GUARD: Final = re.compile(
     r"(?:\[?\d+/\d+\]?: )?(.*?)(?: +# (.*?) *# (\S+):(\d+) in (\S+).*| {2,}# .*)?(?: *\(HINT: .*\))?\s*$"
 )
 """A guard that failed, with the line that needs it."""
 _OTHER_BACKEND: Final = "BACKEND_MATCH"
+_NUMBER: Final = re.compile(r"-?\d[-.e\d]*")
 _WRAPPER: Final = os.path.join("torch", "_dynamo", "external_utils.py")
 """Holds the function as which Dynamo compiles modules of torch's. Source: `wrap_inline`, 2.11 to 2.15."""
 
@@ -238,11 +238,10 @@ def recompiled(before: Sequence[Any]) -> list[Reason]:
     for each in torch_private.compilations():
         text, is_new = each.recompile_reason, id(each) not in old and torch_private.is_ours(each)
         if text and is_new and each.co_name is not None and not torch_private.was_given_up(each):
-            (cause, line, _), fix = _cause(text), OTHER_FIXES["recompiled"]
-            if cause.startswith(_OTHER_BACKEND):
-                cause, fix = "backend or options were others", OTHER_OPTIONS
+            cause, line, fix = _cause(text)
+            fix = fix or OTHER_FIXES["recompiled"]
             line = line or _where((each.co_filename, each.co_firstlineno, each.co_name))
-            key = line, re.sub(r"\d+", "", cause)
+            key = line, _NUMBER.sub("", cause)
             count = found[key].count + 1 if key in found else 1
             detail = f"compiled once more: {cause}"
             found[key] = Reason("recompiled", "", detail, fix, line, count=count)
@@ -284,22 +283,26 @@ def _described(function: torch_private.Function, compilation: Any) -> Reason:
                 stack = each.stack
         return _given_up(compilation.fail_reason or compilation.fail_type, stack, rest)
     option, times = limit.groups()
-    cause, line, hint = _cause(compilation.recompile_reason or "")
+    cause, line, fix = _cause(compilation.recompile_reason or "")
     why = f"; the guard that failed last: {cause}" if cause else ""
-    fix = OTHER_FIXES["recompile_limit"] + (f"; or set {hint[0]}" if hint else "")
-    if cause.startswith(_OTHER_BACKEND):
-        why, fix = ", the last time since backend or options were others", OTHER_OPTIONS
+    fix = fix or OTHER_FIXES["recompile_limit"]
     often = f"{times} times, as often as torch._dynamo.config.{option} allows"
     detail = f"it was compiled {often}{why}. Calls that no compiled version fits run in eager"
     return Reason("recompile_limit", "", detail, fix, line, rest)
 
 
-def _cause(text: str) -> tuple[str, str | None, re.Match[str] | None]:
-    """Of a recompilation: what changed, the user's line that needs it, and the setting that torch hints at.
+def _cause(text: str) -> tuple[str, str | None, str | None]:
+    """Of a recompilation: what changed, the user's line that needs it, and the remedy, if it has one of its own.
 
+    Torch's hint at a setting for parameters helps where a size changed, that for integers never: each needs a recording.
     Source: torch/_dynamo/guards.py `get_guard_fail_reason_helper`, 2.11 to 2.15.
     """
     told = next(iter(text.splitlines()), "")
     guard, code, file, line, name = _GUARD.findall(told)[0]
-    guard = re.sub(r", \d{9,}(?=\))", "", guard)  # an id, another one in each process
-    return guard, at(file, line, name, code) if file else None, _SETTING.search(told)
+    guard, fix = re.sub(r", \d{9,}(?=\))", "", guard), None  # an id, another one in each process
+    if "size mismatch" not in guard:
+        guard, _, of_parameter = guard.partition(". Guard failed on a parameter")
+        fix = OTHER_FROZEN if of_parameter and "requires_grad" in guard else None
+    if guard.startswith(_OTHER_BACKEND):
+        guard, fix = "backend or options were others", OTHER_OPTIONS
+    return guard.rstrip("."), at(file, line, name, code) if file else None, fix
