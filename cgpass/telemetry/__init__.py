@@ -131,9 +131,8 @@ class StepCalls:
     @property
     def later_calls(self) -> int:
         """Calls but for the first of each variant, those that accumulate, and those that raised."""
-        return self.calls - sum(
-            n for why, n in self.in_pieces.items() if why.startswith(NOT_JUDGED)
-        )
+        unjudged = [n for why, n in self.in_pieces.items() if why.startswith(NOT_JUDGED)]
+        return self.calls - sum(unjudged)
 
     def counted(self) -> dict[str, int]:
         """Return the counts of whole steps, all calls, and `later` ones."""
@@ -254,9 +253,8 @@ def counters() -> dict[str, int]:
         counts[spec.name] = sum(getattr(stats, spec.name) for stats in calls)
     counts["graphs"] = len(registry.graphs)
     parts = [part for graph in graphs() for part in graph.summary.partitions]
-    counts["partitions_captured"] = sum(part.captured for part in parts)
     eager = [part for part in parts if not part.captured]
-    counts["partitions_eager"] = len(eager)
+    counts |= {"partitions_captured": len(parts) - len(eager), "partitions_eager": len(eager)}
     counts["skips"] += sum(not all(each.is_chosen for each in part.reasons) for part in eager)
     return counts
 

@@ -78,12 +78,14 @@ class GraphSummary:
 
 
 def counted(found: Iterable[Reason]) -> tuple[Reason, ...]:
-    """Each reason once, with how often it was found; those that nobody can help come last, whatever the operator."""
+    """Each reason once, with how often it was found; those that nobody can help come last, whatever the operators."""
     first: dict[object, Reason] = {}
     for reason in found:
         key = (reason.code, reason.detail) if reason.is_chosen else replace(reason, count=1)
-        earlier = first.setdefault(key, replace(reason, count=0))
-        first[key] = replace(earlier, count=earlier.count + reason.count)
+        had = first.setdefault(key, replace(reason, count=0))
+        ops = had.op if reason.op in had.op.split(", ") else f"{had.op}, {reason.op}"
+        line = had.line if had.line == reason.line else None
+        first[key] = replace(had, op=ops, line=line, count=had.count + reason.count)
     return tuple(sorted(first.values(), key=lambda each: each.is_chosen))
 
 
