@@ -32,7 +32,7 @@ class PartitionReport(PartitionSummary):
     copied_inputs: tuple[CopiedInput, ...] = ()
     """Of its last replay, largest first."""
     static_inputs: int = 0
-    """Parameters, buffers and marked inputs, read where they lie."""
+    """Parameters, buffers and marked inputs, read where they lie, but for those of `copied_inputs` that moved."""
     returned_at: str | None = None
     """The user's line that makes all of its results, if it is one."""
     output_bytes: int | None = None

@@ -145,8 +145,11 @@ def diff(old: Report, new: Report) -> str:
     was, now = _figures(old), _figures(new)
     lines = [f"{k}: {was.get(k, 0)} -> {n}" for k, n in now.items() if n != was.get(k, "0")]
     before, after = _told(old), _told(new)
-    lines += [f"gone: {each}" for key, each in before.items() if key not in after]
-    lines += [f"new: {each}" for key, each in after.items() if key not in before]
+    for word, told, others in (("gone", before, after), ("new", after, before)):
+        for key, alike in told.items():  # of these, what is no more or not yet as it is
+            known = others.get(key, [])
+            more = sorted(alike, key=known.count, reverse=True)[len(known) :]
+            lines += [f"{word}: {each}" for each in more]
     return "\n".join(row for line in lines for row in text.wrapped(line)) or "nothing changed"
 
 
@@ -169,11 +172,16 @@ def _figures(report: Report) -> dict[str, str]:
     }
 
 
-_NUMBER: Final = re.compile(r"(?<=\.py):\d+|(?<![\w.=\[])\d[\d.]*(?![\w\])])|(?<=\bcall)s\b")
+_NUMBER: Final = re.compile(
+    r"(?<=\.py):\d+|(?<![\w.=\[])-?\d[\d.]*(?:e[-+]?\d+)?(?![\w\])])|(?<=\bcall)s\b"
+)
 
 
-def _told(report: Report) -> dict[str, str]:
+def _told(report: Report) -> dict[str, list[str]]:
     """Lines on what costs time, by what stays where code moves and calls are more: not by line numbers and counts."""
     lines = [f"{each.line}: {text.what(each)}; {each.fix}" for each in text.findings(report)]
     lines += [line.strip() for other in report.others for line in other.splitlines()]
-    return {_NUMBER.sub("", line.replace(text.EARLIER, "")): line for line in lines}
+    told: dict[str, list[str]] = {}
+    for line in lines:
+        told.setdefault(_NUMBER.sub("", line.replace(text.EARLIER, "")), []).append(line)
+    return told

@@ -276,9 +276,7 @@ def table(graph: GraphReport) -> Iterator[str]:
     if graph.partitions:
         yield _ROW.format(*titles, "device/call" if timed else "").rstrip()
     for part in graph.partitions:
-        copied = None
-        if part.replays:  # on average
-            copied = part.counts.get("copied_bytes", 0) // part.replays
+        copied = part.counts.get("copied_bytes", 0) // part.replays if part.replays else None
         counts = part.replays, size(copied), part.counts.get("recordings", 0)
         kind, more = ("graph", counts) if part.captured else ("plain", "---")
         took = milliseconds(part.device_ms) if timed else ""
@@ -293,8 +291,8 @@ def _facts(part: PartitionReport) -> Iterator[str]:
         total = sum(each.num_bytes for each in part.copied_inputs) * part.replays
         which = "every replay" if total == part.counts.get("copied_bytes") else "the last replay"
         yield f"copies {listed(copied, 5)} in {which}"
-    if part.static_inputs:
-        yield f"reads {many(part.static_inputs, 'static input')} in place"
+    if in_place := part.static_inputs - sum(each.moved for each in part.copied_inputs):
+        yield f"reads {many(in_place, 'static input')} in place"
     if part.output_bytes:
         yield f"outputs {size(part.output_bytes)}"
     if warmups := part.counts.get("warmups", 0):

@@ -165,6 +165,7 @@ def test_parameters_that_moved_at_one_line_are_one_finding():
         == "write into it in place (copy_) instead of replacing it, unless modules share the code"
     )
     assert "a.py:1 in f layers.0.weight" in joined(report)
+    assert "reads 10 static inputs in place" in joined(report)
 
 
 def test_without_a_device_the_share_is_of_operators():
@@ -239,6 +240,21 @@ def test_one_cause_in_more_calls_is_no_change():
     )
     assert diff(few, more) == "nothing changed"
     assert "gone: m.py:1 in f: 4 of 5 calls ran" in diff(more, other)
+
+
+def test_a_number_of_another_sign_or_size_is_no_change():
+    old, *others = (
+        sample(graph_breaks=(Reason("recompiled", "", f"s == {number}", "fix", "m.py:1"),))
+        for number in ("0.5", "-0.5", "4.9e-06")
+    )
+    assert {diff(old, each) for each in others} == {"nothing changed"}
+
+
+def test_one_of_two_that_are_alike_is_a_change():
+    one, two = (Reason("graph_break", "", "print", "fix", f"m.py:{n} in f") for n in (7, 9))
+    both, left = sample(graph_breaks=(one, two)), sample(graph_breaks=(two,))
+    assert "gone: m.py:7 in f: print" in diff(both, left)
+    assert "new: m.py:7 in f: print" in diff(left, both)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 10_000))
