@@ -41,9 +41,23 @@ def compiled_code() -> types.CodeType | None:
 
     Source: torch/_dynamo/symbolic_convert.py `tls`, `InstructionTranslator`, 2.11 to 2.15.
     """
+    return getattr(_translator(), "f_code", None)
+
+
+def _translator() -> Any:
     convert = sys.modules.get("torch._dynamo.symbolic_convert")
     translator = getattr(getattr(convert, "tls", None), "current_tx", None)
-    return None if translator is None else translator.output.root_tx.f_code
+    return None if translator is None else translator.output.root_tx
+
+
+def compiled_in_place() -> type | None:
+    """Class of the module that Dynamo compiles right now, if it was compiled in place.
+
+    Source: torch/nn/modules/module.py `compile`, torch/_dynamo/external_utils.py `wrap_inline`, 2.11 to 2.15.
+    """
+    call = getattr(_translator(), "f_locals", {}).get("fn")
+    module = getattr(call, "__self__", None)
+    return type(module) if isinstance(module, torch.nn.Module) else None
 
 
 def compile_again(code: types.CodeType, compile_id: Any) -> bool:
@@ -130,7 +144,7 @@ def named_by_user(source: str, *, rooted: bool = False) -> str:
     """Turn Dynamo's name of a value, `L['self']._modules['fc']._parameters['weight']`, into the user's, `fc.weight`.
 
     What a compiled module holds is called as in its `state_dict()`. `fn` is what `torch.compile` calls the module where it
-    was given one that has a forward of torch's own. `rooted` keeps what the function calls the compiled module:
+    was given one that has a forward of torch's own, or the method that it calls in place. `rooted` keeps what the function calls the compiled module:
     `self.fc.weight`.
 
     Source: torch/_dynamo/source.py, guards.py; external_utils.py `wrap_inline`, 2.11 to 2.15.
@@ -141,7 +155,9 @@ def named_by_user(source: str, *, rooted: bool = False) -> str:
     return text.lstrip(".")
 
 
-_COMPILED_MODULE: Final = re.compile(r"^L\['(?:self|fn)'\](?=\._(?:modules|parameters|buffers)\[)")
+_COMPILED_MODULE: Final = re.compile(
+    r"^L\['(?:self|fn)'\](?:\.__self__)?(?=\._(?:modules|parameters|buffers)\[)"
+)
 _NTH_KEY: Final = re.compile(r"\[list\(dict\.keys\([^()]*\)\)\[(\d+)\]\]"), r"[key \1]"
 _USER_WORDS: Final = (
     (re.compile(r"^___from_numpy\((.*)\)$"), r"\1"),

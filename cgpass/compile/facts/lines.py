@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from cgpass import torch_private
+
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)')
 _WRAPPER = re.compile(r" in \w*(wrap|inner|decorat)\w*$")
 _HANDS_ON = re.compile(r"\*\w+, \*\*\w+\)")
-_ROOT = re.compile(r"^L\['\w+'\]\.?")
+_ROOT = re.compile(r"^L\['\w+'\](?:\.__self__)?\.?")
 """Of a module's path: what the compiled function calls the module that holds it."""
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
 TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -76,8 +78,7 @@ def begins_at(gm: fx.GraphModule) -> str | None:
     """Return the first line of the user's function that Dynamo traced: `model.py:41 in forward`.
 
     Decorators' frames are passed over. A function of torch's own, as an optimizer's step, is told of with the line that calls
-    it. Where there is none, as in a `torch.nn.Sequential`, the outermost module: `module Sequential`. If that was compiled
-    in place, torch names its layers only: `modules Linear to Tanh`.
+    it. Where there is none, as in a `torch.nn.Sequential`, the outermost module: `module Sequential`.
     """
     for node in gm.graph.nodes:
         frames = list(_user_frames(node))
@@ -85,6 +86,8 @@ def begins_at(gm: fx.GraphModule) -> str | None:
             hands_on = _WRAPPER.search(place) and _HANDS_ON.search(code)  # as a decorator does
             if place is frames[-1][0] or not hands_on:
                 return place
+    if (kind := torch_private.compiled_in_place()) is not None:  # of which torch names layers alone
+        return f"module {_class_name(kind)}"
     stacks = filter(None, map(_modules, gm.graph.nodes))
     names = [_class_name(kind) for _, kind in dict.fromkeys(stack[0] for stack in stacks)]
     if names:
@@ -113,8 +116,8 @@ def library_file(filename: str) -> str:
 
 
 def at(file: str, line: int | str | None, name: str | None = None, code: str | None = None) -> str:
-    """`model.py:41 in forward: code`."""
-    place = f"{os.path.basename(file)}:{line}"
+    """`model.py:41 in forward: code`; of a file of torch's, `torch/optim/sgd.py:105 in step`."""
+    place = f"{library_file(file) if file.startswith(TORCH) else os.path.basename(file)}:{line}"
     place += f" in {function_name(name)}" if name else ""
     return f"{place}: {code}" if code else place
 
@@ -124,9 +127,7 @@ def _torchs_own(node: fx.Node) -> str | None:
     match = _FRAME.search(node.stack_trace or "")
     if match is None or not match["file"].startswith(TORCH):
         return None
-    return (
-        f"{library_file(match['file'])}:{match['line']} in {function_name(match['name'].strip())}"
-    )
+    return at(match["file"], match["line"], match["name"].strip())
 
 
 def _user_frames(node: fx.Node) -> Iterator[tuple[str, str]]:

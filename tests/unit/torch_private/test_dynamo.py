@@ -16,6 +16,7 @@ from cgpass.torch_private.dynamo import named_by_user
     [
         ("L['fn']._modules['0']._parameters['weight']", "0.weight"),
         ("L['self']._buffers['mask']", "mask"),
+        ("L['fn'].__self__._parameters['weight']", "weight"),
         ("L['self'].scale", "self.scale"),
         ("L['model']._modules['0']._parameters['weight'].grad", "model.0.weight.grad"),
         ("G['GM']._parameters['weight']", "GM.weight"),
