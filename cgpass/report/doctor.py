@@ -29,8 +29,8 @@ _ENVIRONMENT: Final = {
 }
 """Variables that do harm, and what to do about them."""
 
-Finding = tuple[str, str, str]
-"""Subject, result and remedy of a check; the last is empty where all is well."""
+Finding = tuple[str, str, str | None]
+"""Subject, result and remedy of a check; the last is empty where all is well, None where tests can do without."""
 
 
 def doctor(out: Callable[[str], object]) -> int:
@@ -38,8 +38,9 @@ def doctor(out: Callable[[str], object]) -> int:
     sick = 0
     for look in (_torch, _compiler, _native, _environment, _tiny_graph):
         for what, said, fix in look():
-            line = f"!! {what}: {said}. {fix}" if fix else f"ok {what}: {said}"
-            out("\n".join(wrapped(line)))
+            mark = "!!" if fix else "--" if fix is None else "ok"
+            do = f"{'' if said.endswith('?') else '.'} {fix}" if fix else ""
+            out("\n".join(wrapped(f"{mark} {what}: {said}{do}")))
             sick += bool(fix)
     out(f"{sick} to look at (!!)" if sick else "all is well")
     return 1 if sick else 0
@@ -56,7 +57,11 @@ def _torch() -> Iterator[Finding]:
     devices = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
     found = ", ".join(devices) or 'no device: driver="simulated" imitates graphs, for tests alone'
     version = collect_env.get_nvidia_driver_version(collect_env.run) or "not found"
-    yield "driver", f"{version}, CUDA {torch.version.cuda or 'none'} in torch, {found}", ""
+    yield (
+        "driver",
+        f"{version}, CUDA {torch.version.cuda or 'none'} in torch, {found}",
+        "" if devices else None,
+    )
 
 
 def _compiler() -> Iterator[Finding]:
