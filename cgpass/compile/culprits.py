@@ -10,6 +10,7 @@ Note [A failed capture]
 
 import contextlib
 import logging
+import textwrap
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -188,7 +189,8 @@ def find_culprit(
 def first_line(error: BaseException) -> str:
     """An error in one line."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    said = f": {textwrap.shorten(lines[0], 200)}" if lines else ""
+    return f"{type(error).__name__}{said}"
 
 
 class _Following(fx.Interpreter):

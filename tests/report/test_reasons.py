@@ -155,7 +155,7 @@ def chain(x):
 
 
 def unable(*args, **kwargs):
-    raise RuntimeError("operation not permitted when stream is capturing")
+    raise RuntimeError(f"operation not permitted when stream is capturing{' words' * 50}")
 
 
 def test_a_partition_of_which_no_operator_is_to_blame_names_its_lines(monkeypatch):
@@ -169,6 +169,7 @@ def test_a_partition_of_which_no_operator_is_to_blame_names_its_lines(monkeypatc
     assert (reason.code, reason.op) == ("capture", "")
     assert reason.line == f"test_reasons.py:{line} to test_reasons.py:{line + 1}"
     assert reason.detail.startswith("RuntimeError: operation not permitted")
+    assert " words [...]" in reason.detail
     assert reason.fix == OTHER_FIXES["capture"]
     said(report, reason)
     assert reason.line in html(report)
