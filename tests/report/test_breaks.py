@@ -15,12 +15,12 @@ from torch import nn
 
 import cgpass
 from cgpass import torch_private
-from cgpass.compile.facts import breaks
+from cgpass.compile.facts import breaks, lines
 from cgpass.report import check
 from cgpass.report.model import GraphReport, PartitionReport
 from cgpass.report.report import Report
 from cgpass.report.text import findings
-from cgpass.telemetry.reason import OTHER_FROZEN, Reason
+from cgpass.telemetry.reason import OTHER_FIXES, OTHER_FROZEN, Reason
 from tests.report.samples import joined
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
@@ -329,6 +329,15 @@ def test_what_is_not_known_is_told_in_torchs_words_of_which_some_are_left_out():
 # ---- functions that were given up
 
 
+def test_a_call_inside_a_transform_leaves_a_function_to_eager_until_torch_is_reset():
+    call = torch.compile(lambda x: x.sin(), backend="cgpass")
+    report = cgpass.explain(torch.compiler.disable(torch.func.vmap(call)), X, training=False)
+    (left,) = report.left_to_eager
+    assert left.fix == f"{OTHER_FIXES['transform']}; then call torch.compiler.reset()"
+    torch.compiler.reset()
+    assert cgpass.explain(call, X).work[0]
+
+
 def gives_up(x):
     try:
         y = x.sin().cos().exp().tanh()
@@ -416,21 +425,22 @@ def test_a_break_that_gives_up_all_of_a_function_is_named_until_a_reset():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", ("", None, None)),
-        ("0/7: tensor 'x' size mismatch. expected 4", ("tensor 'x' size mismatch. expected 4", None, None)),
+        ("", ("", None, "fix")),
+        ("0/7: tensor 'x' size mismatch. expected 4", ("tensor 'x' size mismatch. expected 4", None, "fix")),
         (
             "0/1: n == 7   # y = x * n  # w/model.py:9 in forward (HINT: set torch._dynamo.config.a_b = True.)\nUser",
-            ("n == 7", "model.py:9 in forward: y = x * n", None),
+            ("n == 7", "model.py:9 in forward: y = x * n", "fix"),
         ),
-        ("0/1: n == 7   # (_dynamo/output_graph.py:3552 in remove)", ("n == 7", None, None)),
-        ("0/0: ___check_type_id(s, 140717788058112), x", ("___check_type_id(s), x", None, None)),  # an id of this process
+        ("0/1: lr == 7  # step()  # optim/sgd.py:9 in step", ("lr == 7", "torch/optim/sgd.py:9 in step: step()", "fix")),
+        ("0/1: n == 7   # (_dynamo/output_graph.py:3552 in remove)", ("n == 7", None, "fix")),
+        ("0/0: ___check_type_id(s, 140717788058112), x", ("___check_type_id(s), x", None, "fix")),  # an id of this process
         (f"0/1: w requires_grad mismatch. expected requires_grad=0{HINT}. ", ("w requires_grad mismatch. expected requires_grad=0", None, OTHER_FROZEN)),
-        (f"0/1: w size mismatch. expected 4, actual 5{HINT}", (f"w size mismatch. expected 4, actual 5{HINT}", None, None)),
-        ("0/1: x requires_grad mismatch. expected requires_grad=0", ("x requires_grad mismatch. expected requires_grad=0", None, None)),
+        (f"0/1: w size mismatch. expected 4, actual 5{HINT}", (f"w size mismatch. expected 4, actual 5{HINT}", None, "fix")),
+        ("0/1: x requires_grad mismatch. expected requires_grad=0", ("x requires_grad mismatch. expected requires_grad=0", None, "fix")),
     ],
 )  # fmt: skip
 def test_causes_of_recompilations(text, expected):
-    assert breaks._cause(text) == expected
+    assert breaks._cause(text, f"{lines.TORCH}optim/sgd.py", "fix") == expected
 
 
 def test_each_cause_at_a_line_is_told_with_its_own_count_before_what_costs_less():
@@ -460,19 +470,17 @@ def test_a_function_that_was_compiled_for_another_backend_is_told_to_be_compiled
     assert found.fix.startswith("compile it once, for one backend and with one set of options")
 
 
-def test_layers_that_are_unfrozen_one_by_one_stay_in_graphs_by_the_remedy(monkeypatch):
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_layers_that_are_unfrozen_one_by_one_stay_in_graphs_by_the_remedy():
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
     call = torch.compile(lambda x: model(x), backend="cgpass")
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
-    for follows in (False, True):
+    for resets in (False, True):
         with cgpass.explain() as report:
             for layer in model.requires_grad_(False):
                 layer.requires_grad_(True)
-                if follows:
-                    torch.compiler.reset()
-                call(X).sum().backward()
-        assert [each.fix for each in report.left_to_eager] == [OTHER_FROZEN] * (not follows)
-        torch.compiler.reset()
+                torch.compiler.reset() if resets else None
+                call(X)
+        assert [each.fix for each in report.left_to_eager] == [OTHER_FROZEN] * (not resets)
 
 
 def test_more_compilations_are_noted_than_torch_keeps():

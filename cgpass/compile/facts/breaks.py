@@ -14,17 +14,8 @@ import torch
 from torch import fx
 
 from cgpass import torch_private
-from cgpass.compile.facts import op_tables
-from cgpass.compile.facts.lines import (
-    INSTALLED,
-    OURS,
-    TORCH,
-    at,
-    function_name,
-    is_users,
-    library_file,
-    place_of,
-)
+from cgpass.compile.facts import lines, op_tables
+from cgpass.compile.facts.lines import at, is_users, library_file, place_of
 from cgpass.telemetry.reason import OTHER_FIXES, OTHER_FROZEN, OTHER_OPTIONS, Reason
 from cgpass.telemetry.summaries import GraphSummary
 
@@ -48,6 +39,7 @@ _KNOWN: Final = (
         "a module has full backward hooks",
         "compile the modules beside it, or hook tensors instead: tensor.register_hook(...)",
     ),
+    ("functorch tracing attempt", "it was called inside a transform", OTHER_FIXES["transform"]),
     ("Observed exception", "an exception is raised", "check and raise before what is compiled"),
     (r"torch\._dynamo\.graph_break\(\)", "torch._dynamo.graph_break() is called", "remove it"),
     (
@@ -78,7 +70,6 @@ _GUARD: Final = re.compile(
     r"(?:\[?\d+/\d+\]?: )?(.*?)(?: +# (.*?) *# (\S+):(\d+) in (\S+).*| {2,}# .*)?(?: *\(HINT: .*\))?\s*$"
 )
 """A guard that failed, with the line that needs it."""
-_OTHER_BACKEND: Final = "BACKEND_MATCH"
 _NUMBER: Final = re.compile(r"-?\d[-.e\d]*")
 _WRAPPER: Final = os.path.join("torch", "_dynamo", "external_utils.py")
 """Holds the function as which Dynamo compiles modules of torch's. Source: `wrap_inline`, 2.11 to 2.15."""
@@ -103,9 +94,9 @@ def reason_of(text: str, line: str | None) -> Reason:
 
     Source: torch/_dynamo/exc.py, `format_graph_break_message`, `augment_exc_message`, 2.11 to 2.15.
     """
-    lines = [each.strip() for each in text.strip().splitlines()]
-    detail = next(filter(None, lines), "torch says no more").partition(". ")[0][:_LENGTH]
-    hints = [each.removeprefix("Hint: ") for each in lines if each.startswith("Hint: ")]
+    said = [each.strip() for each in text.strip().splitlines()]
+    detail = next(filter(None, said), "torch says no more").partition(". ")[0][:_LENGTH]
+    hints = [each.removeprefix("Hint: ") for each in said if each.startswith("Hint: ")]
     hint = next((hint for hint in hints if not _NO_HELP.search(hint)), "")
     fix = _SENTENCE.split(hint.rpartition(" when running in eager. ")[2])[0].removesuffix(".")
     fix = textwrap.shorten(fix, _LENGTH) or "TORCH_LOGS=graph_breaks shows more"
@@ -124,13 +115,15 @@ def reason_of(text: str, line: str | None) -> Reason:
 def _given_up(text: str, stack: Sequence[Any], rest: str) -> Reason:
     """A graph break that Dynamo can't go on behind, so that `rest` is left to eager."""
     reason, file = _of_stack(text, stack), stack[-1].filename if stack else ""
-    fix, is_others = reason.fix, not is_users(file) or INSTALLED.search(file)
+    fix, is_others = reason.fix, not is_users(file) or lines.INSTALLED.search(file)
     if library_file(file).startswith("torch/distributed/fsdp/"):
         fix = 'compile each layer by itself (layer.compile(backend="cgpass"))'
     elif "torch._dynamo.graph_break()" in text and is_others:
         fix = _OUTSIDE
-    fix = f"{fix}; or move the code that can be compiled into its own function"
-    return replace(reason, fix=fix, rest=rest)
+    more = "or move the code that can be compiled into its own function"
+    if fix == OTHER_FIXES["transform"]:
+        more = "then call torch.compiler.reset()"
+    return replace(reason, fix=f"{fix}; {more}", rest=rest)
 
 
 def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
@@ -138,7 +131,7 @@ def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
     last: Any = stack[-1] if stack else None
     users = [each for each in stack if is_users(each.filename)]
     frame = users[-1] if users else last
-    reason = reason_of(text, _line(frame))
+    reason = reason_of(text, frame and at(frame.filename, frame.lineno, frame.name, frame.line))
     detail, fix, rest = reason.detail, reason.fix, _left_by_torch(stack)
     if frame is not last:
         detail += f", in {library_file(last.filename)}:{last.lineno}"
@@ -161,7 +154,7 @@ def _left_by_torch(stack: Sequence[Any]) -> str | None:
     for caller, frame in itertools.pairwise(frames):
         if os.path.dirname(frame.filename) == _MODULES:
             name = library_file(frame.filename)
-            if caller.filename.startswith(TORCH):
+            if caller.filename.startswith(lines.TORCH):
                 return f"what {name} runs besides"
             where = at(caller.filename, caller.lineno, caller.name)
             return f"what {name} runs, called at {where}"
@@ -177,16 +170,12 @@ def _cut_short(stack: Sequence[Any]) -> Reason:
     if stack:
         frame = stack[-1]
         where = at(frame.filename, frame.lineno)
-        rest = f"the rest of {function_name(frame.name)} from {where} on"
+        rest = f"the rest of {lines.function_name(frame.name)} from {where} on"
         mine = threading.get_ident()
         noted = [each for each in torch_private.graph_breaks() if each.thread == mine]
         if noted and noted[-1].function[::2] == (frame.filename, frame.name):
             text, stack = noted[-1].text, noted[-1].stack or stack
     return _given_up(text, stack, rest)
-
-
-def _line(frame: Any) -> str | None:
-    return frame and at(frame.filename, frame.lineno, frame.name, frame.line)
 
 
 # ---- what Dynamo noted of all that was compiled
@@ -209,7 +198,7 @@ def graph_breaks(
             continue
         reason = replace(_of_stack(each.text, each.stack), is_earlier=is_earlier)
         users = [frame.filename for frame in each.stack if is_users(frame.filename)]
-        mine = (not INSTALLED.search(f) or os.path.basename(f) in files for f in users)
+        mine = (not lines.INSTALLED.search(f) or os.path.basename(f) in files for f in users)
         found += [reason] if reason.rest is not None or any(mine) else []
     every: dict[Any, Reason] = {}
     for reason in found:
@@ -238,8 +227,7 @@ def recompiled(before: Sequence[Any]) -> list[Reason]:
     for each in torch_private.compilations():
         text, is_new = each.recompile_reason, id(each) not in old and torch_private.is_ours(each)
         if text and is_new and each.co_name is not None and not torch_private.was_given_up(each):
-            cause, line, fix = _cause(text)
-            fix = fix or OTHER_FIXES["recompiled"]
+            cause, line, fix = _cause(text, each.co_filename, OTHER_FIXES["recompiled"])
             line = line or _where((each.co_filename, each.co_firstlineno, each.co_name))
             key = line, _NUMBER.sub("", cause)
             count = found[key].count + 1 if key in found else 1
@@ -252,7 +240,7 @@ def _where(function: torch_private.Function) -> str:
     file, line, name = function
     if file.endswith(_WRAPPER):
         return "modules of torch's own classes, as nn.Sequential (they count as one function)"
-    if file.startswith(OURS):
+    if file.startswith(lines.OURS):
         return "the loss function of a training step"
     return at(file, line, name)
 
@@ -283,26 +271,26 @@ def _described(function: torch_private.Function, compilation: Any) -> Reason:
                 stack = each.stack
         return _given_up(compilation.fail_reason or compilation.fail_type, stack, rest)
     option, times = limit.groups()
-    cause, line, fix = _cause(compilation.recompile_reason or "")
+    text, fix = compilation.recompile_reason or "", OTHER_FIXES["recompile_limit"]
+    cause, line, fix = _cause(text, function[0], fix)
     why = f"; the guard that failed last: {cause}" if cause else ""
-    fix = fix or OTHER_FIXES["recompile_limit"]
     often = f"{times} times, as often as torch._dynamo.config.{option} allows"
     detail = f"it was compiled {often}{why}. Calls that no compiled version fits run in eager"
     return Reason("recompile_limit", "", detail, fix, line, rest)
 
 
-def _cause(text: str) -> tuple[str, str | None, str | None]:
-    """Of a recompilation: what changed, the user's line that needs it, and the remedy, if it has one of its own.
+def _cause(text: str, own: str, fix: str) -> tuple[str, str | None, str]:
+    """Of a recompilation of code in a file of its own: what changed, the line that needs it, a better remedy, if any.
 
     Torch's hint at a setting for parameters helps where a size changed, that for integers never: each needs a recording.
     Source: torch/_dynamo/guards.py `get_guard_fail_reason_helper`, 2.11 to 2.15.
     """
-    told = next(iter(text.splitlines()), "")
-    guard, code, file, line, name = _GUARD.findall(told)[0]
-    guard, fix = re.sub(r", \d{9,}(?=\))", "", guard), None  # an id, another one in each process
+    guard, code, file, line, name = _GUARD.findall(text.partition("\n")[0])[0]
+    guard = re.sub(r", \d{9,}(?=\))", "", guard)  # an id, another one in each process
     if "size mismatch" not in guard:
         guard, _, of_parameter = guard.partition(". Guard failed on a parameter")
-        fix = OTHER_FROZEN if of_parameter and "requires_grad" in guard else None
-    if guard.startswith(_OTHER_BACKEND):
+        fix = OTHER_FROZEN if of_parameter and "requires_grad" in guard else fix
+    if guard.startswith("BACKEND_MATCH"):
         guard, fix = "backend or options were others", OTHER_OPTIONS
-    return guard.rstrip("."), at(file, line, name, code) if file else None, fix
+    file = own if own.endswith(file) else file  # torch names its end alone
+    return guard.rstrip("."), at(file, line, name, code) if line else None, fix
