@@ -29,7 +29,7 @@ OTHER_FIXES: Final = {
     "graph_break": "follow torch's hint in the report; TORCH_LOGS=graph_breaks shows more",
     "recompiled": "keep dtypes, sizes, Python values and modes (autocast, no_grad) the same in every call; a few of each "
     "are fine",
-    "recompile_limit": "keep the value that changes the same or outside, or make it a tensor (a counter: a buffer that is "
+    "recompile_limit": "keep the value that changes the same or outside, or make it a tensor (a counter: a buffer "
     "written in place); TORCH_LOGS=recompiles names each cause",
 }
 """Remedies, by code, where no rule about an operator is the reason."""

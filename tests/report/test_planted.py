@@ -154,7 +154,7 @@ PLANTED = {
             "it was compiled 8 times, as often as torch._dynamo.config.recompile_limit allows; the guard that failed last: "
             "self.calls == 7. Calls that no compiled version fits run in eager [recompile_limit]"
         ),
-        "keep the value that changes the same or outside, or make it a tensor (a counter: a buffer that is written in place)",
+        "keep the value that changes the same or outside, or make it a tensor (a counter: a buffer written in place)",
     ),
     "custom operator": (
         lambda: calls(custom, X),
@@ -165,9 +165,7 @@ PLANTED = {
     "several modules": (
         several,
         Moved.forward,
-        (
-            "captured_0: 2 more recordings: the first call with other tensors for weight (read at test_planted.py:"
-        ),
+        "captured_0: 2 more recordings: the first call with other tensors for weight (read at test_planted.py:",
         "leave it if several modules share code; otherwise write into tensors in place (copy_)",
     ),
     "kept results": (

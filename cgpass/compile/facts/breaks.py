@@ -70,7 +70,6 @@ _GUARD: Final = re.compile(
     r"(?:\[?\d+/\d+\]?: )?(.*?)(?: +# (.*?) *# (\S+):(\d+) in (\S+).*| {2,}# .*)?(?: *\(HINT: .*\))?\s*$"
 )
 """A guard that failed, with the line that needs it."""
-_NUMBER: Final = re.compile(r"-?\d[-.e\d]*")
 _WRAPPER: Final = os.path.join("torch", "_dynamo", "external_utils.py")
 """Holds the function as which Dynamo compiles modules of torch's. Source: `wrap_inline`, 2.11 to 2.15."""
 
@@ -229,7 +228,7 @@ def recompiled(before: Sequence[Any]) -> list[Reason]:
         if text and is_new and each.co_name is not None and not torch_private.was_given_up(each):
             cause, line, fix = _cause(text, each.co_filename, OTHER_FIXES["recompiled"])
             line = line or _where((each.co_filename, each.co_firstlineno, each.co_name))
-            key = line, _NUMBER.sub("", cause)
+            key = line, re.sub(r"-?\d[-.e\d]*", "", cause)
             count = found[key].count + 1 if key in found else 1
             detail = f"compiled once more: {cause}"
             found[key] = Reason("recompiled", "", detail, fix, line, count=count)
