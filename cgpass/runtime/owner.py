@@ -106,7 +106,7 @@ class Owner:
             self.bypassed = "asked"
         elif not (fast.is_loaded or native.loader.wait(self._progress)):
             self.bypassed = "no_native_code"
-        elif fast.in_transform():
+        elif fast.in_transform() or torch_private.in_forward_ad():
             self.bypassed = "transform"
         if self.changes or open_modes:
             self.mend()

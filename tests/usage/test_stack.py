@@ -8,6 +8,7 @@ import pytest
 import torch
 from benchlib.models import SPECS
 from torch import nn
+from torch.autograd import forward_ad
 
 import cgpass
 from cgpass.errors import InputError
@@ -381,6 +382,17 @@ def test_a_wrapper_inside_a_transform(setting, caplog):
     with pytest.raises(InputError, match="requires grad"):
         torch.func.grad(lambda x: call(x).sum())(x)
     assert caplog.text.count("made inside a transform") == 1
+
+
+def test_forward_mode_derivatives_of_a_function_that_is_recorded(setting):
+    session = setting.session(compiler="eager")
+    x, call = session.randn(3, 4), session.compile(lambda x: x.sin().cos() * 2)
+    for _ in range(3):
+        call(x)
+    with counted() as counters, forward_ad.dual_level():
+        found = forward_ad.unpack_dual(call(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+    torch.testing.assert_close(found, -2 * x.sin().sin() * x.cos())
+    assert counters["plain_calls"] == 1
 
 
 # ---- a mixture of experts of transformers
