@@ -29,8 +29,8 @@ OTHER_FIXES: Final = {
     "graph_break": "follow torch's hint in the report; TORCH_LOGS=graph_breaks shows more",
     "recompiled": "keep dtypes, sizes, Python values and modes (autocast, no_grad) the same in every call; a few of each "
     "are fine",
-    "recompile_limit": "keep the value that changes the same or outside, or make it a tensor (a counter: a buffer "
-    "written in place); TORCH_LOGS=recompiles names each cause",
+    "recompile_limit": "keep the value fixed or out of the function, or make it a tensor (a counter: a buffer written in "
+    "place); TORCH_LOGS=recompiles names each cause",
 }
 """Remedies, by code, where no rule about an operator is the reason."""
 OTHER_OPTIONS: Final = "compile it once, for one backend and with one set of options, or call torch.compiler.reset() before you change them"

@@ -154,7 +154,7 @@ PLANTED = {
             "it was compiled 8 times, as often as torch._dynamo.config.recompile_limit allows; the guard that failed last: "
             "self.calls == 7. Calls that no compiled version fits run in eager [recompile_limit]"
         ),
-        "keep the value that changes the same or outside, or make it a tensor (a counter: a buffer written in place)",
+        "keep the value fixed or out of the function, or make it a tensor (a counter: a buffer written in place)",
     ),
     "custom operator": (
         lambda: calls(custom, X),
