@@ -38,10 +38,10 @@ def make_graphed_callables(
 ) -> Any:
     """Record forward and backward of modules or functions as CUDA graphs, and return callables that replay them.
 
-    All graphs share one memory pool. They are recorded in the order in which they will run: all forwards, then the
-    backwards in reverse, or `GraphedOptions.order`. Calls in another order are recorded again. Host code
-    does not run on a replay: values that a callable reads from anything but tensor arguments, parameters and buffers are
-    frozen, autocast settings included.
+    Graphs are recorded in the order in which they will run, all forwards, then the backwards in reverse, or
+    `GraphedOptions.order`, and share one memory pool. Calls in another order, and further pending ones, are recorded again;
+    these, and callables that keep tensors beside autograd, have pools of their own. Host code does not run on a replay: values
+    that a callable reads from anything but tensor arguments, parameters and buffers are frozen, autocast settings included.
 
     Examples:
         >>> layer = cgpass.make_graphed_callables(torch.nn.Linear(4, 2), (torch.randn(3, 4),))

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 
 _PENDING: Final = "earlier calls wait for their backward"
+_REORDERED: Final = "backwards came in another order than recorded"
 _CHANGES: Final = (
     "parameters or buffers moved; write into them in place (copy_)",
     "other parameters require gradients",
@@ -255,7 +256,7 @@ class GraphedFunction:
         if why is None and (why := self._why_never(now)) is not None:
             why = self._failed.get(key, why)
         if why is None and may_record:
-            why = self._record_again(owner, key, held=bool(pairs))
+            why = self._record_again(owner, key)
             if why is None:
                 # a first run may make some, and where hooks had them, this call's own may never be
                 return self._pair(owner, flags, may_record=False)
@@ -287,13 +288,16 @@ class GraphedFunction:
 
     # ---- recording again
 
-    def _record_again(self, owner: Owner, key: Key, *, held: bool) -> str | None:
+    def _record_again(self, owner: Owner, key: Key) -> str | None:
         """Record for parameters elsewhere, other flags, or beside a pending call; returns why that can't be."""
         self._num_left -= 1
         if self._pairs:
             self.stats.rerecordings += 1
             others = [[a != b for a, b in zip(known, key, strict=True)] for known in self._pairs]
-            why = _PENDING if held else _CHANGES[min(others, key=sum).index(True)]
+            nearest, beside = min(others, key=sum), self._pairs.get(key, ())
+            why = _PENDING if any(not pair.closed for pair in beside) else _REORDERED
+            if True in nearest:
+                why = _CHANGES[nearest.index(True)]
             self.stats.why[f"recorded again: {why}"] += 1
             log.info("%s records again (%d): %s", self.name, self.stats.rerecordings, why)
         pair = Pair(self, owner, key[-1])

@@ -15,7 +15,7 @@ Note [A backward with explicit saved tensors]
     Some nodes don't tell what they saved (autograd functions in C++), and Python code may keep tensors as it likes
     (`ctx.x = x`, weight gradients that are computed later). So a recording serves one call until its backward is done,
     and copies arguments to memory of its own. What is kept of the pool besides results and saved tensors is found by who
-    owns memory there after a capture: such a recording has a pool of its own (`Pair._beside`).
+    owns memory there after a capture (`beside`): such a recording has a pool of its own.
 """
 
 import contextlib
@@ -72,6 +72,8 @@ class Differentiated:
         """Of `leaves`, those that the graph leads to, in order."""
         self.added, self.added_later = _Added(), _Added()
         """Members to whose `main_grad` the backward adds, and those to whose it is added later."""
+        self.beside: set[int] = set()
+        """Blocks of the pool that are kept otherwise than as results and saved tensors."""
         self.recomputes_once = False
         """True if a checkpoint inside is selective: the recording did what it allows once."""
 
@@ -234,7 +236,7 @@ class Differentiated:
             attributes.update(values)
         self._saved, self._left = list(saved), list(self._uses)
         known = [*saved, *grads, *members]
-        taken = {t.untyped_storage().data_ptr() for t in known if has_place(t)}
+        taken = self.beside.union(t.untyped_storage().data_ptr() for t in known if has_place(t))
         given = list(grads)
         del known
         saved.clear()

@@ -37,7 +37,8 @@ class GraphedOptions:
     """Plain runs of forward and backward before each callable is recorded, at least one."""
 
     pool: Any = None
-    """Memory pool of the graphs (`torch.cuda.graph_pool_handle()`, a `torch.cuda.MemPool`); one of their own if None."""
+    """Memory pool of graphs in the order of the recordings (`torch.cuda.graph_pool_handle()`, a `torch.cuda.MemPool`); one of
+    their own if None."""
 
     stream: Any = None
     """`torch.cuda.Stream` of warm-ups and captures; one of their own if None."""

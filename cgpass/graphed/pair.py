@@ -110,8 +110,6 @@ class Pair:
         """Saved tensors of the forward's own memory: which of its tensors they are, and the block that they lie in."""
         self._splits = False
         """True if its backward leaves gradients of weights to `backward_dw`."""
-        self._beside: set[int] = set()
-        """Blocks that are kept otherwise than as results and saved tensors."""
         self._serves_once = False
         """True if its backward lets go of some: the recording of it may overwrite them, and none can run again."""
 
@@ -288,7 +286,7 @@ class Pair:
         """
         given = args.copy(), kinds.copy()
         outputs = self._record(fn, args, kinds, what)
-        if self._pool_index == 0 and self._beside:
+        if self._pool_index == 0 and self.graph.beside:
             outputs.clear()
             self._owner.close_recording(self.forward)
             self.description.stats.recordings -= 1
@@ -320,13 +318,13 @@ class Pair:
         if what == "backward":
             self._consumed = {0: tuple(sorted({self._homes[i][1] for i in recording.consumes}))}
             made = {*recording.memory.addresses()}  # where some that are kept may have lain
-            lost = (self._beside & before) - (owner.driver.live_blocks(pool_index) - made)
+            lost = (self.graph.beside & before) - (owner.driver.live_blocks(pool_index) - made)
             self._serves_once = self.graph.recomputes_once or bool(lost)
         if what != "forward":
             return recording.memory.aliases()
         self.forward = recording
         kept = owner.driver.live_blocks(pool_index) - before
-        self._beside = kept - {*recording.memory.addresses()}
+        self.graph.beside = kept - {*recording.memory.addresses()}
         written = [(args[i].data, args[i].data.clone()) for i in sorted(recording.written)]
         outputs = recording.run(args)
         owner.note_handed_out(recording)
@@ -460,7 +458,8 @@ class Pair:
         self._owner.note_handed_out(forward)
         memory.kept_for = weakref.ref(call)
         now = enumerate(zip(held, memory.watch[0], strict=True))
-        moved = [k for k, (mine, there) in now if mine != there]
+        # who holds a result may have emptied it
+        moved = [k for k, (mine, at) in now if mine != at and mine.nbytes() >= at.nbytes()]
         memory.fill(moved, [held[k] for k in moved])
         return True
 

@@ -202,6 +202,36 @@ def test_backwards_without_a_graph_find_what_is_saved_and_kept(setting):
     same_grads(module, plain)
 
 
+class HasGradient(torch.autograd.Function):
+    """Computes its gradient in the forward, as fused losses do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.grad = x.cos()
+        return x.sin().sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.grad
+
+
+def test_a_gradient_that_is_kept_is_computed_once_and_given_twice(setting):
+    graphed, module, plain = graphed_twins(
+        setting, Runs(lambda module, x: HasGradient.apply(x[:, :8]))
+    )
+    x = setting.randn(4, 8)
+    for resets in (False, True):
+        outs = [each(x) for each in (graphed, plain)]
+        if resets:
+            graphed.graphed.reset()
+        for out, own in zip(outs, (module, plain), strict=True):
+            out.backward(retain_graph=True)
+            for parameter in own.parameters():
+                parameter.grad.mul_(0.5)  # which may be what the backward gave
+            out.backward()
+        same_grads(module, plain)
+
+
 CACHE = {}
 
 
@@ -319,15 +349,18 @@ def test_older_recordings_leave_what_is_kept_alone(setting, order):
 
 
 @pytest.mark.parametrize("calls", [0, 1])
-def test_results_that_their_receiver_enlarges(setting, calls):
-    graphed, module, plain = graphed_twins(setting, Applies(torch.tanh))
+@pytest.mark.parametrize(("fn", "size"), [(torch.tanh, 4096), (torch.neg, 0)])
+def test_results_that_their_receiver_resizes(setting, calls, fn, size):
+    graphed, module, plain = graphed_twins(setting, Applies(fn))
     for _ in range(3):
         for each in (graphed, plain):
             torch.manual_seed(1)
             y = each(setting.randn(4, 8))
-            y.detach().untyped_storage().resize_(4096)
+            loss = y.sum()
+            y.detach().untyped_storage().resize_(size)
             others = [each(setting.randn(4, 8)) for _ in range(calls)]
-            y.sum().backward()
+            loss.backward(retain_graph=True)
+            loss.backward()
             del others
         same_grads(module, plain)
     assert graphed.graphed.stats.plain_calls == 0
