@@ -53,6 +53,8 @@ _WRITES_NUMBERS: Final = (
 )
 _WRITES_TENSORS: Final = "the loss writes a tensor of the optimizer; write it between two steps"
 _COMMUNICATES: Final = "it communicates with other processes"
+_WRAPPERS: Final = "torch/nn/parallel/distributed.py", "torch/distributed/fsdp/"
+"""Files of DistributedDataParallel and FSDP, at which Dynamo stops (2.11 to 2.15)."""
 _TWICE: Final = (
     "the loss takes gradients with create_graph=True, which torch.compile can't; it runs as in eager, and can be compiled "
     "with torch.func.grad"
@@ -286,11 +288,11 @@ class TrainStep:
             except torch_private.not_one_graph() as error:
                 if call.whole is not None:
                     raise
-                self._too_often = torch_private.is_recompile_limit(error)
+                self._too_often = isinstance(error, torch_private.not_one_graph()[-1])
                 if not self._too_often:
                     first = next(iter(str(error).strip().splitlines()), "")
                     why = f"the loss is not one graph: {first}; {_ITS_LINE}"
-                    why = _COMMUNICATES if torch_private.is_of_wrapper(error) else why
+                    why = _COMMUNICATES if any(file in str(error) for file in _WRAPPERS) else why
         call.why = why or call.why
         if why is self._why_broken:
             return self._broken(batch, named)

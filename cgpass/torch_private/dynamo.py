@@ -144,8 +144,8 @@ def named_by_user(source: str, *, rooted: bool = False) -> str:
     """Turn Dynamo's name of a value, `L['self']._modules['fc']._parameters['weight']`, into the user's, `fc.weight`.
 
     What a compiled module holds is called as in its `state_dict()`. `fn` is what `torch.compile` calls the module where it
-    was given one that has a forward of torch's own, or the method that it calls in place. `rooted` keeps what the function calls the compiled module:
-    `self.fc.weight`.
+    was given one that has a forward of torch's own, or the method of one that is compiled in place. `rooted` keeps what the
+    function calls the compiled module: `self.fc.weight`.
 
     Source: torch/_dynamo/source.py, guards.py; external_utils.py `wrap_inline`, 2.11 to 2.15.
     """
@@ -226,7 +226,7 @@ def forget_compiled(code: types.CodeType) -> None:
 
 
 def not_one_graph() -> tuple[type[BaseException], ...]:
-    """Return the errors that Dynamo raises if a function is more than one graph and `fullgraph=True`.
+    """Return the errors that Dynamo raises if a function is more than one graph and `fullgraph=True`, last that of `recompile_limit`.
 
     Source: torch/_dynamo/exc.py, 2.11 to 2.15.
     """
@@ -253,19 +253,3 @@ class WatchesForTwice(TorchFunctionMode):
                 frame = frame.f_back
             self.found = self.found or frame is None
         return func(*args, **(kwargs or {}))
-
-
-def is_recompile_limit(error: BaseException) -> bool:
-    """Tell if Dynamo raised since a function was compiled as often as it may be, and needs to be once more."""
-    from torch._dynamo import exc
-
-    return isinstance(error, exc.FailOnRecompileLimitHit)
-
-
-def is_of_wrapper(error: BaseException) -> bool:
-    """Tell if Dynamo stopped at what DistributedDataParallel or FSDP does around a module.
-
-    Source: torch/nn/parallel/distributed.py `forward`, torch/distributed/fsdp/_fully_shard/_fsdp_state.py, 2.11 to 2.15.
-    """
-    places = "torch/nn/parallel/distributed.py", "torch/distributed/fsdp/"
-    return any(place in str(error) for place in places)
