@@ -208,7 +208,7 @@ ROWS = {
     "takes several shapes": [lambda make: follows(make, net(), (8, 5, 3) * 3)],
     "puts a whole step into one graph": [whole_step],
     "repeats dropout in a checkpoint's backward": [dropout_in_a_checkpoint],
-    "captures the code around a host sync": [lambda make: follows(make, around_a_sync)],
+    "captures what is before and after `.item()`": [lambda make: follows(make, around_a_sync)],
     "continues after a failed capture": [a_failed_capture],
 }
 
