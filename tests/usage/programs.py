@@ -303,9 +303,6 @@ def one_of_each_on_cpu(setting, *, another):
         pytest.skip("each value is in another pair, and CPUs take long to compile")
 
 
-# ---- models
-
-
 class MLP(nn.Module):
     def __init__(self, width=8, depth=2):
         super().__init__()

@@ -83,9 +83,6 @@ def compile_graph(graph, device, options):
     return Compiled(make, call)
 
 
-# ---- a run
-
-
 @dataclass
 class Held:
     """Values of a call that a user holds."""
@@ -408,9 +405,6 @@ def collect(world):
 @step
 def reset(world):
     cgpass.reset()
-
-
-# ---- comparison
 
 
 def observe(graph, device, options, program):

@@ -184,9 +184,6 @@ ways.add(
 )
 
 
-# ---- changes of other kinds
-
-
 @ways(replays="some")
 def tensors_in_a_closure_and_in_a_list_change(session):
     scale, tables = session.randn(8), [session.randn(8), session.randn(8)]
@@ -224,9 +221,6 @@ def a_parameter_is_laid_out_otherwise_where_it_lies(session):
         yield learn(module, call(batch).square().mean())
 
 
-# ---- what is another tensor in every single call
-
-
 @ways(replays="none", most={"recordings": 1})
 def a_state_that_is_assigned_in_every_call_and_kept(session):
     """Another module's parameters, or these at a new place? Either way nothing is recorded for one of them."""
@@ -254,9 +248,6 @@ def test_modules_that_are_new_in_every_call_and_kept_are_warned_of(way, caplog):
     way.compare(program)
     assert len(caplog.records) == 1, caplog.text
     assert "layers.0.weight" in caplog.text
-
-
-# ---- static_input_check="error"
 
 
 def replace_a_parameter(module):
@@ -361,9 +352,6 @@ def test_a_large_parameter_that_is_new_in_every_call_runs_without_a_graph(way, c
     assert "in forward: return self.last(torch.tanh(self.large(self.first(x)))))" in message
     assert "too large to be copied (max_copied_mib=1)" in message
     assert (counters["replays"], counters["recordings"]) == (0, 0), counters
-
-
-# ---- addresses that were another tensor's
 
 
 def made_anew(memory):

@@ -84,9 +84,6 @@ def backward_into_chosen_inputs_only(session):
         yield gradients(module)
 
 
-# ---- hooks
-
-
 @ways()
 def hooks_of_tensors_fire_once_a_step(session):
     module, call = session.compiled(MLP)

@@ -29,8 +29,6 @@ from tests.usage.programs import (
     learn,
 )
 
-# ---- what is known before: host syncs, sizes that depend on data
-
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_a_number_read_in_the_middle_splits_forward_and_backward(setting, compiler):
@@ -399,8 +397,6 @@ def test_what_was_compiled_before_is_freed(setting, tmp_path):
     assert set(owners._owners) <= before
 
 
-# ---- programs around a guilty operator
-
 ways = Ways(*ATEN)
 
 
@@ -493,9 +489,6 @@ for half, unsafe in (("forward", FORWARD), ("backward", [f"{op}_backward" for op
 @ways.everywhere
 def test_around_what_fails(way, program):
     program.check(way)
-
-
-# ---- sizes that vary
 
 
 def of_sizes(*sizes):

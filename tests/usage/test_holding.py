@@ -77,9 +77,6 @@ def outputs_that_are_inputs_parameters_and_views_of_them(session):
             turned.add_(0.1)
 
 
-# ---- storages
-
-
 def function(x):
     return (x.sin() * 2).cos(), x.exp() + 1
 
@@ -260,9 +257,6 @@ for outputs in ("shared", "owned"):
 @ways.everywhere
 def test_ways_to_hold(way, program):
     program.check(way)
-
-
-# ---- what more is asked than equal numbers
 
 
 @pytest.mark.parametrize("fn", FUNCTIONS)

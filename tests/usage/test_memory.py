@@ -114,9 +114,6 @@ def test_nothing_grows_with_thousands_of_sizes(way, training, sizes, caplog):
     )
 
 
-# ---- what is returned
-
-
 def test_reset_frees_recordings_and_functions_stay_usable(setting):
     def program(session):
         module, call = session.compiled(MLP)

@@ -54,9 +54,6 @@ def check(setting, program, *, steps=STEPS, settled=SETTLED):
     return counters
 
 
-# ---- several forwards before a backward
-
-
 @settles()
 def unrolled(session):
     """As recurrent networks over sequences of two lengths."""
@@ -79,9 +76,6 @@ def three_pending(session):
             losses[index].backward()
         yield [*losses, *gradients(module)]
         module.zero_grad()
-
-
-# ---- state
 
 
 class Attribute(AssignedBuffer):
@@ -128,9 +122,6 @@ settles.add(
 )
 
 
-# ---- several models
-
-
 @settles()
 def teacher_and_student(session):
     student, call = session.compiled(MLP)
@@ -144,9 +135,6 @@ def teacher_and_student(session):
         with torch.no_grad():
             torch._foreach_lerp_([*teacher.parameters()], [*student.parameters()], 0.1)
         yield [*values, *state(teacher)]
-
-
-# ---- weights that change
 
 
 @settles()
@@ -240,9 +228,6 @@ def weights_of_an_inner_loop(session):
         yield learn(module, call(inner, session.randn(4, 8)).square().mean(), optimizer)
 
 
-# ---- decoding
-
-
 class Attention(nn.Module):
     """Decodes one token, with a cache of keys of its own and one of values that it is given."""
 
@@ -269,9 +254,6 @@ def decoding_with_one_cache_that_stays_and_one_made_anew(session):
         with torch.no_grad():
             out = call(session.randn(2, 1, 8), session.tensor([number % 6]), values)
         yield [out, module.keys, values]
-
-
-# ---- steps of training
 
 
 @settles()
@@ -319,9 +301,6 @@ def saved_on_cpu(session):
             second = call(first)
         loss = (second if number % 2 else first + second).square().mean()
         yield learn(module, loss, optimizer)
-
-
-# ---- what is held, and what changes while a backward is due
 
 
 @settles()

@@ -25,8 +25,6 @@ OPTIONS = (
     {"max_copied_mib": 0},
 )
 
-# ---- graphs
-
 NEW_VALUES = (
     "{a}.sin()",
     "{a} * {b}",
@@ -95,9 +93,6 @@ def graphs(draw, longest=10):
     )
     outputs = draw(st.lists(shown, min_size=1, max_size=4))
     return Graph(tuple(lines), tuple(outputs), "".join(sorted(changed & {"x", "y"})))
-
-
-# ---- programs
 
 
 @dataclass(frozen=True)

@@ -73,9 +73,6 @@ def trained(make, *, shape=(4, 16), count=8, orders=((0,),)):
     return program
 
 
-# ---- models
-
-
 class Masks(nn.Module):
     """Two dropouts in each of two checkpoints, and plain ones before, between and after them."""
 
@@ -245,9 +242,6 @@ add({"Writes": trained(Writes, orders=MIXED)}, on_cpu=("exact",))
 ways.add({"Twice": trained(Twice)})
 
 
-# ---- ways to use them
-
-
 def a_graph_is_used_twice_and_some_never(session):
     module, call = session.compiled(Masks)
     for x in session.batches(4, 16, count=10):
@@ -296,9 +290,6 @@ add({"saved as copies": saved_as_copies}, on_cpu=("paired",), replays="some")
 ways.add({"sizes": sizes(dynamic=None)})
 
 
-# ---- options, and what fails to be captured
-
-
 reads = doubling("reads", reads=True)
 reads.register_autograd(lambda ctx, grad: reads(grad))
 
@@ -330,9 +321,6 @@ def test_backwards_in_any_order(way, rng):
     orders = ((0, 1, 2), (2, 1, 0), (1, 2, 0), (0,))
     counters = compare(way, trained(Masks, orders=orders, count=12), rng=rng)
     assert counters["plain_calls"] == 0
-
-
-# ---- settings of torch's
 
 
 @pytest.mark.parametrize(
@@ -390,9 +378,6 @@ def test_dropout(setting, compiler):
     assert_steady(setting.compare(dropout_training, compiler=compiler), captured=2)
 
 
-# ---- what a mask says of its gradient
-
-
 @pytest.mark.parametrize("rng", RNG)
 def test_a_gradient_is_there_exactly_where_the_output_is(way, rng):
     _, call = way.session(rng=rng, min_partition_ops=1).compiled(DroppedRows)
@@ -432,9 +417,6 @@ def test_threads_at_the_same_time(way):
         torch.compiler.reset()
 
 
-# ---- the state of the generator
-
-
 def set_rng_state(device, state):
     torch.cuda.set_rng_state(state) if device.type == "cuda" else torch.set_rng_state(state)
 
@@ -469,9 +451,6 @@ def test_a_seed_or_a_restored_state_fixes_every_step(way, rng):
         torch.manual_seed(11)
     set_rng_state(way.device, state)
     assert equal(after[0], step())
-
-
-# ---- dropouts that run eagerly, and those of Inductor
 
 
 def dropped(make, *, dynamic=False):

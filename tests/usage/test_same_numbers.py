@@ -57,9 +57,6 @@ def conjugate_and_negative_bits(session):
             yield [g.resolve_conj() for g in torch.autograd.grad(outputs[0].abs().sum(), (x, w))]
 
 
-# ---- changed inputs
-
-
 @ways(replays="some")
 def an_input_changed_without_gradient_that_needs_one_elsewhere(session):
     def fn(x, weight):
@@ -77,9 +74,6 @@ def rows(session):
     return (session.randn(4, 8),)
 
 
-# ---- inputs that share memory
-
-
 def overlapping(session):
     base = session.randn(6, 8)
     return base[:4], base[2:]
@@ -94,9 +88,6 @@ ways.add(
     {"views that overlap and one is written": called_with(writes_the_first, overlapping)},
     replays="none",
 )
-
-
-# ---- kinds that change
 
 
 def numbers(*values):
@@ -119,8 +110,6 @@ ways.add(
     on_skip="silent",
 )
 
-
-# ---- layouts
 
 ways.add(
     {
@@ -195,9 +184,6 @@ def one_of_two_overlapping_slices_is_written(session):
         yield [call(part[:12], part[4:16]), part.clone()]
 
 
-# ---- sizes
-
-
 ONE_AND_TWO = [(n, 8) for n in (4, 1, 2, 1, 4)]
 ways.add(
     {
@@ -211,9 +197,6 @@ ways.add(
     {"a last batch that is smaller": trained_on(MLP, [(4, 8), (4, 8), (4, 8), (2, 8)] * 4)},
     settings=ALL,
 )
-
-
-# ---- dtypes
 
 
 def scaled_without_dimensions(x, scale, shift):

@@ -31,8 +31,6 @@ from tests.usage.programs import (
 # what torch says in any thread that begins with a matrix product
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 
-# ---- optimizers and scalers, compiled or not
-
 ways = Ways()
 
 
@@ -100,9 +98,6 @@ def test_ways_to_train(way, program):
     program.check(way)
 
 
-# ---- layers that are compiled one by one, and compiled autograd
-
-
 @pytest.mark.parametrize("training", [False, True])
 def test_layers_that_share_code_have_no_placeholders_for_weights(way, training):
     """In their first calls neither."""
@@ -163,9 +158,6 @@ def test_compiled_autograd(setting, make):
 
     counters = setting.compare(program, on_skip="silent")
     assert counters["replays"] > 0
-
-
-# ---- threads
 
 
 @pytest.mark.parametrize(
@@ -339,9 +331,6 @@ def test_a_reset_waits_for_no_call_of_another_thread():
     assert call.stats.recordings == 2
 
 
-# ---- transforms
-
-
 ORDERS = ["ppppb", "pbppp", "bpppp", "ppbbpp"]
 
 
@@ -393,9 +382,6 @@ def test_forward_mode_derivatives_of_a_function_that_is_recorded(setting):
         found = forward_ad.unpack_dual(call(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
     torch.testing.assert_close(found, -2 * x.sin().sin() * x.cos())
     assert counters["plain_calls"] == 1
-
-
-# ---- a mixture of experts of transformers
 
 
 def step(model, call, tokens):

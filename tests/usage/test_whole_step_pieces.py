@@ -256,9 +256,6 @@ def test_pieces_say_that_nothing_records_before_native_code_is_loaded(driver, mo
         assert "it uses no CUDA device" in cgpass.summary()
 
 
-# ---- what is refused
-
-
 @pytest.mark.parametrize(
     ("settings", "error"),
     [

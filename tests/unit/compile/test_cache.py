@@ -64,9 +64,6 @@ def made():
     return torch.nn.Sequential(first, *between, last, torch.nn.Tanh())
 
 
-# ---- a hit
-
-
 PROGRAM = """
 import sys, torch, cgpass
 torch._inductor.config.compile_threads = 1
@@ -161,9 +158,6 @@ def test_fake_tensors_that_are_views_stay_so():
         assert new.fake_mode is new._base.fake_mode is mode
 
 
-# ---- what is kept
-
-
 def compiled(fn, *inputs, **options):
     """Tell if a second compilation of a function finds graphs that were kept."""
     found = []
@@ -186,9 +180,6 @@ def test_constants_and_classes_that_can_not_be_found_again_are_not_kept(caplog):
     assert torchs["aot_autograd"]["autograd_cache_saved"] == saved
     assert not compiled(torch.nn.Sequential(Local()), X)
     assert not caplog.records
-
-
-# ---- keys
 
 
 def key_of(fn, *inputs, **options):

@@ -159,9 +159,6 @@ def test_tensors_that_are_taken_apart_go_aotautograds_way(made):
     assert torch.equal(w.grad.a, plain.grad)
 
 
-# ---- second derivatives are refused, whatever is wanted
-
-
 @pytest.mark.parametrize("op", [torch.exp, lambda x: x.sin().exp(), lambda x: x * 2])
 @pytest.mark.parametrize("of", ["what came before", "the input", "the loss"])
 def test_a_second_derivative_is_refused_whatever_is_wanted(made, op, of):

@@ -311,9 +311,6 @@ def test_a_graph_that_draws_nothing_asks_no_generator(cuda, monkeypatch):
     assert log == ["replay"]
 
 
-# ---- pools
-
-
 @pytest.fixture
 def pools(cuda, monkeypatch):
     """The same, with the pools' handles in the log."""

@@ -26,9 +26,6 @@ def refuses(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-# ---- the search
-
-
 def graph_of(*targets):
     """x -> targets in a row, each called with the value before."""
     graph = fx.Graph()
@@ -66,9 +63,6 @@ def test_a_trial_finds_the_first_operator_that_fails(targets, found, clean):
     assert (culprit and culprit.name, is_clean) == (found, clean)
     assert torch.equal(x, torch.ones(3))
     assert torch.equal(torch.get_rng_state(), state)
-
-
-# ---- runners
 
 
 class Blaming:

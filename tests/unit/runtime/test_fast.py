@@ -34,9 +34,6 @@ def tensors(seed):
     return [*found, lazy, torch.nn.Parameter(torch.zeros(3)), torch.tensor(2.5), torch.empty(0)]
 
 
-# ---- keys
-
-
 def test_keys_are_the_places_and_the_storages():
     args = tensors(0)
     positions = tuple(random.Random(0).sample(range(len(args)), 20))
@@ -57,9 +54,6 @@ def test_a_place_is_an_address_and_a_layout():
     keys = [fast.static_key([each], (0,)) for each in (x, *other)]
     assert len({*keys}) == len(keys)
     assert fast.static_key([x.detach().view(12).view(3, 4)], (0,)) == keys[0]
-
-
-# ---- who holds it
 
 
 def users(tensor):
@@ -88,9 +82,6 @@ def test_an_input_is_exclusive_until_somebody_holds_it():
     for wrong in ((positions, ()), ((3,), (1,))):
         with pytest.raises(IndexError):
             exclusive(args, *wrong)
-
-
-# ---- tensors that are made of others
 
 
 def facts(tensor):
@@ -304,9 +295,6 @@ def test_what_somebody_holds_is_copied():
         assert grad.data_ptr() != gradient.data_ptr()
 
 
-# ---- leaves that are left to the engine
-
-
 def test_leaves_that_others_use_too_get_the_sum_of_all():
     fn = Function(gradients=[torch.full((3,), 1.0) for _ in range(NUM)])
     for leaf in fn.leaves:
@@ -375,9 +363,6 @@ def test_a_leaf_that_is_odd_is_left_to_the_engine(odd):
     assert torch.equal(fn.leaves[3].grad, fn.gradients[3])
 
 
-# ---- backwards that are left to the engine
-
-
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 @pytest.mark.parametrize("how", ["hooked", "retained", "was retained", "differentiated", "mode"])
 def test_backwards_that_come_to_all_leaves(how):
@@ -412,9 +397,6 @@ class Listed(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.ops.append(func)
         return func(*args, **(kwargs or {}))
-
-
-# ---- the edges
 
 
 @pytest.mark.parametrize("call", ["next_functions", "grad", "backward", "all"])
@@ -460,9 +442,6 @@ def test_a_backward_that_fails_leaves_the_edges_in_place():
     assert fn.leaves[3].grad is None
 
 
-# ---- threads
-
-
 def test_what_is_saved_stays_while_a_hook_unpacks_it_and_another_thread_is_done_with_it():
     inside, released = threading.Event(), threading.Event()
 
@@ -485,9 +464,6 @@ def test_what_is_saved_stays_while_a_hook_unpacks_it_and_another_thread_is_done_
     thread.join()
     for grad, gradient in zip(fn.grads(), fn.gradients, strict=True):
         assert torch.equal(grad, gradient + gradient)
-
-
-# ---- what it saves
 
 
 @pytest.mark.parametrize("checked", [True, False])

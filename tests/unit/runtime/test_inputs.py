@@ -60,9 +60,6 @@ def number_known(partition):
     return sum(map(len, partition.inputs._known.values()))
 
 
-# ---- static inputs
-
-
 def test_what_lies_where_it_lay_is_read_in_place():
     part, (v, w) = Partition(COPIED, STATIC, STATIC), (Parameter(X.clone()) for _ in range(2))
     first = part(X, v, w)
@@ -154,9 +151,6 @@ def test_what_shares_memory_with_what_is_written_is_not_copied(written, other, c
     del kept
 
 
-# ---- values of other recordings
-
-
 def test_what_lies_in_the_pool_is_read_in_place():
     part, saved = Partition(POOLED, STATIC), X.clone()
     part.owner._pool_addresses[saved.untyped_storage().data_ptr()] += 1
@@ -178,9 +172,6 @@ def test_what_was_moved_by_a_hook_is_copied():
     found = part(saved, w)
     assert (found.code, found.absent, found.copied, found.new) == (None, (0,), (0,), ())
     assert (found.places, found.values) == (places(w), places(0))
-
-
-# ---- what is kept
 
 
 def test_places_are_forgotten_with_their_storages():

@@ -59,9 +59,6 @@ def files(folder):
     return sorted(path.name for path in found if path.name != ".lock")
 
 
-# ---- when
-
-
 SHORT = """
 import os, torch, cgpass
 folder = os.path.join(os.environ["XDG_CACHE_HOME"], "cgpass")
@@ -185,9 +182,6 @@ def test_a_thread_that_can_not_be_started_is_started_by_the_next_call(
     assert native.loader.wait(), native.loader.why_not
 
 
-# ---- where
-
-
 def test_a_file_that_can_not_be_written_whole_anywhere_gets_no_name(copying, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError("no space left")))
     with pytest.raises(native.BuildError, match="no space left"):
@@ -230,9 +224,6 @@ def test_a_cache_that_can_not_be_written_is_replaced_by_a_temporary_one(
     fix = "Set XDG_CACHE_HOME to a folder that can be written."
     assert capsys.readouterr().err == f"cgpass build: {error}: '{full}'. {fix}\n"
     assert limit == "no folder" or os.listdir(full) == [".lock"]
-
-
-# ---- where there is none
 
 
 def test_no_compiler_is_said_once_and_nothing_is_recorded(monkeypatch, tmp_path, caplog):

@@ -104,9 +104,6 @@ def test_what_may_move(uses, held, asked, expected):
     del kept
 
 
-# ---- who owns it
-
-
 @pytest.fixture
 def watched():
     """Memory of two blocks, and which of the driver's outputs under it are alive."""

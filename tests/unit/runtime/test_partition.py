@@ -402,9 +402,6 @@ def test_pending_calls_are_counted_for_each_set_of_storages_at_one_place():
     assert [t.tolist() for (t,) in held] == [[2.0, 2.0]] * 3
 
 
-# ---- every recording says why it was made
-
-
 def causes(run):
     return [note.cause for note in run.notes]
 

@@ -50,9 +50,6 @@ def through(*ops):
     return graph
 
 
-# ---- one call
-
-
 @pytest.mark.parametrize("seed", [7, 2**64 - 1], ids=["small", "of torch.manual_seed(-1)"])
 def test_a_backward_draws_where_its_forward_noted_that_it_drew(user, seed):
     user.manual_seed(seed).set_offset(40)
@@ -113,9 +110,6 @@ def test_an_error_in_an_operator_puts_the_users_generator_back(user, device):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# ---- a partition's replays
-
-
 def test_in_a_capture_nobody_notes_a_position(user, monkeypatch):
     state = ForwardState(user)
     state.position = 0, 0
@@ -151,9 +145,6 @@ def test_a_runner_learns_the_distance_of_each_shape(user):
         run.run([torch.ones(size), state])
         assert state.position == (seed, offset + 4 * size)
     assert forward_states([torch.ones(1), state, 3], (1, 2)) == ([state], (6, 0))
-
-
-# ---- refusals
 
 
 @pytest.mark.parametrize("is_backward", [False, True], ids=["forward", "backward"])

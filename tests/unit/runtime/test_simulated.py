@@ -115,9 +115,6 @@ def test_neither_a_tape_nor_its_reset_keeps_inputs_alive(driver):
     assert out.tolist() == [2, 2]
 
 
-# ---- the pool
-
-
 def test_a_result_of_one_byte_lies_in_the_pool(driver):
     _, (out,) = record(driver, lambda x: [x > 0], torch.ones(1))
     assert out.data_ptr() in driver.live_blocks(0)
@@ -231,9 +228,6 @@ def test_states_that_a_replay_repeats_are_recorded(driver, fn):
         torch.manual_seed(seed)
         for a, b in zip(found, [*fn(X), torch.rand(3)], strict=True):
             assert torch.equal(a, b)
-
-
-# ---- the option
 
 
 @pytest.mark.parametrize(

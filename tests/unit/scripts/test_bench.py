@@ -38,16 +38,10 @@ def usual(cgpass=4.0, limit=3.5, **more):
     return {"default": arm(15.0), "cgpass": arm(cgpass, **EQUAL, **more), "limit": arm(limit)}
 
 
-# ---- statistics
-
-
 def test_spread_of_known_numbers():
     assert worker.spread_of([float(n) for n in range(1, 12)]) == {"median": 6, "p10": 2, "p90": 10}
     assert worker.spread_of([5.0]) == {"median": 5, "p10": 5, "p90": 5}
     assert worker.spread_of([1.0, 1.0, 1.0, 100.0])["median"] == 1.0
-
-
-# ---- comparisons
 
 
 def against(then, now, tolerance=5.0):
@@ -96,9 +90,6 @@ def test_what_makes_a_result_none(entry, message):
     assert said == f"GPT-2, train, cgpass:rng=paired: {message}"
 
 
-# ---- arms, models and processes
-
-
 def test_arms_and_their_options():
     assert arms.parse("cgpass:rng=paired:max_recordings=3@baseline") == (
         "cgpass",
@@ -113,9 +104,6 @@ def test_arms_and_their_options():
     ours = {"cgpass", "cgpass:rng=paired", "cgpass-step", "graphed"}
     theirs = {"default", "limit", "cgpass@baseline", "cgpass:rng=paired@baseline"}
     assert {name for name in ours | theirs if arms.is_ours(name)} == ours
-
-
-# ---- runs
 
 
 def run(tmp_path, *given):

@@ -93,8 +93,6 @@ def test_what_an_operator_wrote_is_known_by_the_input():
     assert [inputs(part.gm) for part in parts] == [["x_1"], ["x_1"]]
 
 
-# ---- random graphs
-
 UNARY = (torch.relu, torch.sin, torch.neg, torch.Tensor.t, lambda x: x.reshape(2, 8).reshape(4, 4))
 BINARY = (torch.add, torch.mul, torch.mm, torch.maximum)
 OPS = (
