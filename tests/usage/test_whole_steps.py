@@ -109,10 +109,6 @@ def swap_data(training):
         parameter.data = parameter.data.clone() * 0.5
 
 
-def copy_module(training):
-    training.values += programs.state(copy.deepcopy(training.module))
-
-
 def evaluate(training, number):
     if number % 3 == 2:
         training.module.eval()
@@ -334,7 +330,6 @@ USES = {
     "two optimizers": use(optimizer=two_optimizers, max_norm=1.0),
     "momentum that changes": use(every=schedule("OneCycleLR", max_lr=0.1, total_steps=20), whole=0),
     "evaluation": use(every=evaluate),
-    "a copy of the module": use(change=copy_module),
     "averages": use(every=average),
     "versions": use(every=note_versions),
     "sparse gradients": use(
@@ -527,21 +522,6 @@ def sizes(session):
     return training.found()
 
 
-def resumed(session):
-    """Saved in the middle, and gone on with in new objects."""
-    first = Training(session, make=lambda: nn.Sequential(MLP(), nn.Dropout(0.5)))
-    batches = session.batches(4, 8, count=STEPS)
-    for batch in batches[:5]:
-        first.run(batch)
-    state = copy.deepcopy((first.module.state_dict(), first.optimizer.state_dict()))
-    second = Training(session, make=lambda: nn.Sequential(MLP(), nn.Dropout(0.5)))
-    second.module.load_state_dict(state[0])
-    second.optimizer.load_state_dict(state[1])
-    for batch in batches[5:]:
-        second.run(batch)
-    return [*first.found(), *second.found()]
-
-
 def copied(session):
     """A copy of module and optimizer goes its own way; a step itself is none to copy."""
     training = Training(session, max_norm=1.0)
@@ -590,21 +570,6 @@ def raising(session):
     return training.found()
 
 
-def test_results_are_the_users_own(way):
-    """Losses and norms of all steps are held, and are what they were."""
-
-    def held(session):
-        training = Training(session, max_norm=1.0)
-        copies = []
-        for batch in session.batches(4, 8, count=STEPS):
-            training.run(batch)
-            copies += [value.clone() for value in training.values[-2:]]
-        assert all(map(torch.equal, copies, training.values))
-        return training.found()
-
-    compared(way, held)
-
-
 def test_sparse_gradients_beside_results_that_are_copied(way):
     compared(way, USES["sparse gradients"], outputs="owned")
 
@@ -644,9 +609,7 @@ def fed_back(session):
     return training.found()
 
 
-PROGRAMS = (
-    *(under_autocast, two_steps, arguments, sizes, resumed, raising, copied, adversaries, fed_back),
-)
+PROGRAMS = (*(under_autocast, two_steps, arguments, sizes, raising, copied, adversaries, fed_back),)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
