@@ -8,7 +8,6 @@ import cgpass
 
 
 def plain(fn, *args, **kwargs):
-    """No checkpoint."""
     for name in ("use_reentrant", "determinism_check", "context_fn", "rng_tracker"):
         kwargs.pop(name, None)
     return fn(*args, **kwargs)
@@ -56,7 +55,6 @@ def step(program, checkpoint, *, device="cpu", **kwargs):
 
 
 def same(left, right):
-    """Bitwise."""
     assert len(left) == len(right)
     for i, (a, b) in enumerate(zip(left, right, strict=True)):
         assert (a is None) == (b is None), i

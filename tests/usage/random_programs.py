@@ -109,7 +109,6 @@ class World:
         self.step = ""
 
     def see(self, name, value):
-        """Note a value as the user finds it now."""
         if isinstance(value, torch.Tensor):
             facts = (value.requires_grad, value.is_leaf, value.is_inference(), type(value).__name__)
             self.seen.append((self.step, f"facts of {name}", facts))
@@ -117,7 +116,6 @@ class World:
         self.seen.append((self.step, name, value))
 
     def see_all(self):
-        """Note every tensor that the user can reach."""
         for number, held in enumerate(self.held):
             for part, tensor in enumerate(held.tensors):
                 self.see(f"held[{number}].tensors[{part}]", tensor)
@@ -129,7 +127,6 @@ class World:
         self.see_gradients()
 
     def see_gradients(self):
-        """Note every `.grad`."""
         leaves = {
             f"modules[{number}].{name}": p
             for number, module in enumerate(self.modules)
@@ -181,7 +178,6 @@ class World:
         return self.buffers.setdefault((name, rows), value.clone()).copy_(value)
 
     def backward(self, held, *, retain=False, part=None):
-        """Backward through one held tensor, or through all of them."""
         if held.spent:
             return
         roots = [t for t in held.tensors if t.grad_fn is not None]
@@ -199,8 +195,6 @@ class World:
 
 @dataclass(frozen=True)
 class Step:
-    """Something that a user does."""
-
     do: Callable
     given: tuple
 
@@ -287,7 +281,6 @@ def first_input(world, *, rows=3, grad=False, on="new", pick=0, part=0):
 
 @step
 def check_all(world):
-    """Look at everything."""
     world.see_all()
 
 
@@ -305,7 +298,6 @@ def drop(world, *, pick=0, part=-1):
 
 @step
 def drop_all(world):
-    """Forget every result."""
     world.held.clear()
 
 
@@ -339,7 +331,6 @@ def gradients(world, *, pick=0, part=0, retain=False):
 
 @step
 def take_gradients(world):
-    """Keep the tensors in `.grad` and clear the fields."""
     taken = [p.grad for p in world.parameters() if p.grad is not None]
     for p in world.parameters():
         p.grad = None
@@ -363,7 +354,6 @@ def scale_gradients(world):
 
 @step
 def optimize(world):
-    """Change parameters in place."""
     with torch.no_grad():
         for p in world.parameters():
             if p.grad is not None:
@@ -381,7 +371,6 @@ def move_data(world, *, module=0, name="w"):
 
 @step
 def replace(world, *, module=0, name="w"):
-    """Put a new parameter or buffer in the place of the old one."""
     module = world.module(module)
     new = getattr(module, name).detach().clone() * 0.5
     setattr(module, name, new if name == "n" else nn.Parameter(new))
@@ -389,7 +378,6 @@ def replace(world, *, module=0, name="w"):
 
 @step
 def edit(world, *, pick=0, part=0, of_inputs=False):
-    """Change a held tensor, or an input of its call, in place under no_grad."""
     held = world.pick(pick)
     tensors = held and (held.inputs if of_inputs else held.tensors)
     if tensors:
@@ -408,7 +396,6 @@ def reset(world):
 
 
 def observe(graph, device, options, program):
-    """Everything that a user of the program sees, in order."""
     compiled = compile_graph(graph, device, options)
     world = World(graph, compiled, device, program.modules)
     world.run(program.steps)

@@ -72,7 +72,6 @@ def _more(draw, typical):
 
 @st.composite
 def graphs(draw, longest=10):
-    """Small graphs on two inputs."""
     base = {"x": "x", "y": "y"}
     lines, changed = [], set()
     while len(lines) < longest and _more(draw, 8):
@@ -184,7 +183,6 @@ def _steps(style):
 
 @st.composite
 def programs(draw, style=ANY, typical=20):
-    """Lists of steps."""
     steps = []
     while len(steps) < LONGEST and _more(draw, typical):
         steps.append(draw(draw(st.sampled_from(_steps(style)))))
@@ -196,7 +194,6 @@ options = st.sampled_from(OPTIONS)
 
 @st.composite
 def cases(draw, programs_per_graph):
-    """A random graph, options, and programs that use it."""
     style = draw(styles)
     graph = draw(graphs())
     drawn = draw(st.lists(programs(style, 14), min_size=1, max_size=programs_per_graph))

@@ -21,7 +21,6 @@ aten = torch.ops.aten
 
 
 def recordings():
-    """Every recording of this process."""
     return [r for each in list(owner._owners) for pool in each._pools for r in pool.recordings]
 
 

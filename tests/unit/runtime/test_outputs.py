@@ -159,7 +159,6 @@ def test_letting_go_leaves_kept_blocks_to_their_holders_without_a_copy():
 
 
 def assert_owned(held):
-    """Nobody else gets its memory."""
     gc.collect()
     others = [torch.full((4,), -1.0) for _ in range(64)]
     assert held.data_ptr() not in {t.data_ptr() for t in others}

@@ -14,7 +14,6 @@ TIME = {"time": "2026-01-01 00:00:00"}
 
 @pytest.fixture
 def places(tmp_path):
-    """A directory of results, and a document."""
     directory = tmp_path / "results"
     directory.mkdir()
     readme = tmp_path / "README.md"

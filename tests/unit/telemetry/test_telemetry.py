@@ -12,7 +12,6 @@ from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, counted
 
 @pytest.fixture
 def registry(monkeypatch):
-    """An empty one."""
     monkeypatch.setattr(telemetry, "registry", telemetry.Registry())
     return telemetry.registry
 
