@@ -234,6 +234,25 @@ def test_backwards_run_in_the_calling_thread_or_in_autograds(way, first):
     assert counters["recordings"] == 2
 
 
+def test_training_steps_take_turns_between_threads(way):
+    def program(session):
+        module, call = session.compiled(MLP)
+        values = []
+        for batch in session.batches(4, 8, count=9):
+
+            def step(batch=batch, values=values):
+                out = call(batch)
+                out.square().mean().backward()
+                values.append(out.detach())
+
+            in_threads(step)
+            values += [p.grad.clone() for p in module.parameters()]
+        return values
+
+    counters = way.compare(program)
+    assert counters["replays"] > 0
+
+
 def test_from_the_second_thread_on_gradients_are_copies(way):
     session = way.session()
     others = set(owners._owners)

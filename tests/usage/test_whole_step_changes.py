@@ -163,6 +163,13 @@ SGD = {
 }
 
 
+@pytest.mark.parametrize(
+    ("changes", "optimizer"), [(ADAM, None), (SGD, sgd())], ids=["adam", "sgd"]
+)
+def test_hyperparameters(way, changes, optimizer):
+    check(way, changes, optimizer=optimizer, max_norm=1.0)
+
+
 def replaced_group(training):
     groups = training.optimizer.param_groups
     groups[0] = {**groups[0], "lr": 0.05}
@@ -226,6 +233,11 @@ def group_of_the_rest(training):
     held = {*training.optimizer.param_groups[0]["params"]}
     rest = [p for p in training.module.parameters() if p not in held]
     training.optimizer.add_param_group({"params": rest})
+
+
+def test_what_the_optimizer_lacked_can_be_given_to_it(way):
+    changes = {"nothing": (lambda _: None, 0), "the rest": (group_of_the_rest, EACH - 1)}
+    check(way, changes, optimizer=with_a_later_group)
 
 
 def new_group(training):
@@ -303,6 +315,10 @@ TENSORS = {
 }
 
 
+def test_groups_states_and_tensors(way):
+    check(way, TENSORS, make=Net, max_norm=1.0)
+
+
 @pytest.mark.parametrize("change", ["states", "a parameter", "a group"])
 def test_a_signal_while_a_change_is_noted(way, change, monkeypatch):
     def program(session):
@@ -345,6 +361,11 @@ ATTRIBUTES = {
 }
 
 
+def test_attributes_of_the_module(way):
+    with torch._dynamo.config.patch(recompile_limit=64):
+        check(way, ATTRIBUTES, make=Net)
+
+
 def test_hooks_on_modules_where_dynamo_looks_for_them(way):
     """By default `torch.compile` knows only those that were there when it compiled."""
     hooks = {
@@ -385,6 +406,10 @@ SCALER = {
     "disabled": (lambda t: setattr(t.scaler, "_enabled", False), 0),
     "enabled": lambda t: setattr(t.scaler, "_enabled", True),
 }
+
+
+def test_numbers_of_a_scaler(way):
+    check(way, SCALER, max_norm=1.0, scale=2.0**8)
 
 
 def flag(holder, name, *value):
@@ -550,24 +575,9 @@ MEANWHILE = {
 }
 
 
-LACKED = {"nothing": (lambda _: None, 0), "the rest": group_of_the_rest}
-TABLES = {
-    "adam": (ADAM, {"max_norm": 1.0}),
-    "sgd": (SGD, {"optimizer": sgd(), "max_norm": 1.0}),
-    "what the optimizer lacked": (LACKED, {"optimizer": with_a_later_group}),
-    "groups, states and tensors": (TENSORS, {"make": Net, "max_norm": 1.0}),
-    "attributes of the module": (ATTRIBUTES, {"make": Net}),
-    "numbers of a scaler": (SCALER, {"max_norm": 1.0, "scale": 2.0**8}),
-    "around some steps": (MEANWHILE, {"usual": 0, "meanwhile": True, "max_norm": 1.0}),
-}
-
-
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
-@pytest.mark.parametrize("name", TABLES)
-def test_nothing_is_frozen(way, name):
-    changes, settings = TABLES[name]
-    with torch._dynamo.config.patch(recompile_limit=64):
-        check(way, changes, **settings)
+def test_what_is_around_some_steps(way):
+    check(way, MEANWHILE, usual=0, meanwhile=True, max_norm=1.0)
 
 
 def test_hooks_that_no_python_code_sees(way, process_group):

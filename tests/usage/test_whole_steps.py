@@ -570,6 +570,21 @@ def raising(session):
     return training.found()
 
 
+def test_results_are_the_users_own(way):
+    """Losses and norms of all steps are held, and are what they were."""
+
+    def held(session):
+        training = Training(session, max_norm=1.0)
+        copies = []
+        for batch in session.batches(4, 8, count=STEPS):
+            training.run(batch)
+            copies += [value.clone() for value in training.values[-2:]]
+        assert all(map(torch.equal, copies, training.values))
+        return training.found()
+
+    compared(way, held)
+
+
 def test_sparse_gradients_beside_results_that_are_copied(way):
     compared(way, USES["sparse gradients"], outputs="owned")
 
