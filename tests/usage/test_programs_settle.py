@@ -171,12 +171,6 @@ def changed_before_each_step(change, make=MLP):
     return program
 
 
-def new_data(module):
-    """Memory that was freed comes back, as caching allocators give it."""
-    for parameter in module.parameters():
-        parameter.data = parameter.data * 1.01
-
-
 def views_of_one_new_tensor(module):
     """As where a flat parameter is gathered for every step."""
     parameters = [*module.parameters()]
@@ -207,7 +201,6 @@ def buffers_change_places(module):
 
 settles.add(
     {
-        "new_data": changed_before_each_step(new_data),
         "views_of_one_new_tensor": changed_before_each_step(views_of_one_new_tensor),
         "buffers_change_places": changed_before_each_step(buffers_change_places, TwoBuffers),
     }

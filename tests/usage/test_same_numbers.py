@@ -57,37 +57,8 @@ def conjugate_and_negative_bits(session):
             yield [g.resolve_conj() for g in torch.autograd.grad(outputs[0].abs().sum(), (x, w))]
 
 
-@ways(replays="some")
-def an_input_changed_without_gradient_that_needs_one_elsewhere(session):
-    def fn(x, weight):
-        with torch.no_grad():
-            weight.mul_(0.9)
-        return (x @ weight).sin().cos()
-
-    call, weight = session.compile(fn), session.randn(8, 8).requires_grad_()
-    for batch in session.batches(4, 8):
-        call(batch, weight).sum().backward()
-        yield [weight.detach().clone(), weight.grad.clone()]
-
-
 def rows(session):
     return (session.randn(4, 8),)
-
-
-def overlapping(session):
-    base = session.randn(6, 8)
-    return base[:4], base[2:]
-
-
-def writes_the_first(a, b):
-    a.mul_(2).add_(1)
-    return (b.sin() + 1).cos() + a
-
-
-ways.add(
-    {"views that overlap and one is written": called_with(writes_the_first, overlapping)},
-    replays="none",
-)
 
 
 def numbers(*values):

@@ -192,31 +192,6 @@ def test_calls_from_several_threads(setting, compiler, outputs):
     assert counters["recordings"] == (1 if outputs == "owned" else 2)
 
 
-def test_from_the_second_thread_on_results_are_copies(way):
-    session = way.session()
-    module, call = session.compiled(MLP)
-    batches = session.batches(4, 8, count=12)
-    results = {}
-
-    def work(first):
-        with torch.no_grad():
-            for i in range(first, len(batches), 3):
-                results[i] = call(batches[i])
-
-    work(0)
-    held = dict(results)
-    in_threads(lambda: work(1), lambda: work(2))
-    with counted() as counters:
-        work(0)
-    for i, batch in enumerate(batches):
-        with torch.no_grad():
-            assert torch.equal(results[i], module(batch))
-    for i, result in held.items():
-        assert torch.equal(result, results[i])
-    assert counters["rescues"] == 0
-    assert counters["replays"] == 4
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_backwards_run_in_the_calling_thread_or_in_autograds(way, first):
     def program(session):

@@ -22,24 +22,6 @@ def test_it_waits_for_the_last_capture():
     assert done == [1, 2]
 
 
-def test_another_threads_capture_counts():
-    done, started, end = [], threading.Event(), threading.Event()
-
-    def captures():
-        with Capture():
-            started.set()
-            end.wait(60)
-
-    thread = threading.Thread(target=captures)
-    thread.start()
-    started.wait(60)
-    when_no_capture_runs(lambda: done.append(1))
-    assert done == []
-    end.set()
-    thread.join()
-    assert done == [1]
-
-
 def test_no_gc_ends_when_the_last_thread_leaves():
     inside, leave, seen = threading.Event(), threading.Event(), []
 

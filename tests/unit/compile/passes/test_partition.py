@@ -68,24 +68,6 @@ def test_no_order_is_taken_for_leaving_all_partitions_too_small():
     assert tags(gm) == ["eager_0", "captured_1"]
 
 
-def test_gathers_what_can_be_captured():
-    gm = fake_cuda_graph(two_syncs, (4,), (4,))
-    notes = partition(gm)
-    assert_expected_inline(
-        graph_text(gm),
-        """\
-x_1: float32[4]@cuda = placeholder
-y_1: float32[4]@cuda = placeholder
-relu: float32[4]@cuda = aten.relu.default(x_1)  # captured_0
-relu_1: float32[4]@cuda = aten.relu.default(y_1)  # captured_0
-add: float32[4]@cuda = aten.add.Tensor(relu, relu_1)  # captured_0
-nonzero: int64[u0, 1]@cuda = aten.nonzero.default(relu)  # eager_1
-nonzero_1: int64[u1, 1]@cuda = aten.nonzero.default(relu_1)  # eager_1
-return (nonzero, nonzero_1, add)""",
-    )
-    assert [note.code for note in notes] == ["dynamic_shape", "dynamic_shape"]
-
-
 def test_views_of_what_is_eager_are_copied_into_no_partition():
     def gradients(x):
         made = x.exp()
@@ -130,19 +112,6 @@ def test_collectives_that_no_data_orders_keep_their_order():
     assert len(before) == 4
     partition(gm, unsafe_ops=frozenset(["aten::sum"]))
     assert [node.name for node in gm.graph.nodes if values.is_collective(node)] == before
-
-
-def test_too_small_a_partition_runs_plainly():
-    def little_between(x):
-        i = torch.nonzero(x)
-        a = i.sum() * 1.0
-        return torch.nonzero(a.view(1).expand(4))
-
-    gm = fake_cuda_graph(little_between, (4,))
-    notes = partition(gm, unsafe_ops=frozenset(["aten::sum"]), min_partition_ops=2)
-    assert tags(gm) == ["eager_0"]
-    small = [note.op for note in notes if note.code == "too_small"]
-    assert small == ["aten.mul.Tensor", "aten.view.default", "aten.expand.default"]
 
 
 def test_what_leaves_too_little_to_a_partition_runs_early():
