@@ -234,8 +234,6 @@ def assert_replays(counters, *, plain=0):
     assert counters["replays"] == counters["calls"] - counters["warmups"] - plain > 0, counters
 
 
-# ---- tables of programs
-
 ON_CUDA = (("cuda", "eager"), ("cuda", "inductor"))
 USUAL = (("simulated", "eager"), *ON_CUDA)
 """On CPU aten alone, for Inductor takes seconds a graph there."""

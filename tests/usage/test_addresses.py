@@ -18,7 +18,6 @@ from tests.usage.test_programs_settle import check
 
 
 def assigned_states(session):
-    """Two sets of parameters take turns."""
     module, call = session.compiled(MLP)
     states = [{k: v * factor for k, v in module.state_dict().items()} for factor in (1.0, 0.5)]
     kept = []  # one that is gone may leave its id to one that counts as moved then
@@ -99,8 +98,6 @@ def test_what_moves_in_every_other_call_is_copied_for_good(setting, replaced):
     assert counters["plain_calls"] == 0, counters
 
 
-# ---- ways in which parameters, buffers and other tensors that seem fixed move or change
-
 ways = Ways()
 
 
@@ -108,9 +105,6 @@ def poison(tensor):
     """Fill memory that is freed: whoever reads it there gives wrong numbers."""
     with torch.no_grad():
         tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
-
-
-# ---- changes before every third step of a training
 
 
 def data_replaced_and_the_old_memory_overwritten(session, module):

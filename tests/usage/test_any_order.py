@@ -34,7 +34,6 @@ def interleaved(session):
 # both backwards of the warmed up forward find its saved tensors outside the pool: they warm up
 @ways(counts={**steady(2, warmups=3), "calls": 8 + 16})
 def retained_graph(session):
-    """Every backward runs twice."""
     module, call = session.compiled(MLP)
     values = []
     for batch in session.batches(4, 8):

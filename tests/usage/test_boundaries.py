@@ -45,8 +45,6 @@ def test_a_size_that_depends_on_data_splits_the_forward(setting):
     assert_replays(counters)
 
 
-# ---- operators with registered side effects
-
 NOTED = []
 
 
@@ -178,8 +176,6 @@ def test_what_a_named_operator_is_traced_as_runs_between_graphs(way, name):
         assert eager, str(graph)
         assert all(name in str(reason) for p in eager for reason in p.reasons), str(graph)
 
-
-# ---- failed captures: the guilty operator runs eagerly, the rest is captured
 
 COMPILERS = ["eager", "inductor"]
 SOME = {"replays": "some"}
@@ -454,8 +450,6 @@ ways.add(
 )
 
 
-# ---- attention with dropout whose forward and backward do not both run in graphs
-
 FORWARD = (
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_flash_attention",
@@ -517,8 +511,6 @@ def test_sizes_that_kernels_were_not_compiled_for(setting, monkeypatch):
     assert counters["replays"] > 0
 
 
-# ---- errors that are not the capture's: the user's own, memory that runs out
-
 DUE = []
 """Errors that `raises` raises while here."""
 ONCE = []
@@ -531,7 +523,6 @@ class UsersError(Exception):
 
 @torch.library.custom_op("failures::raises", mutates_args=())
 def raises(x: torch.Tensor) -> torch.Tensor:
-    """Raises what is due."""
     if DUE:
         raise DUE[0]
     if ONCE and is_recording(x.device):

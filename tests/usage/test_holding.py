@@ -53,9 +53,6 @@ def test_gradient_accumulation(setting, set_to_none):
     assert all(a <= b for a, b in zip(rescues, most, strict=True)), rescues
 
 
-# ---- what is returned, kept, handed on and edited, and the storages under it
-
-
 @ways()
 def outputs_that_are_inputs_parameters_and_views_of_them(session):
     module = session.module(MLP)
@@ -176,9 +173,6 @@ def empty_results_are_enlarged(session):
         first, out = call(batch)
         torch.exp(batch, out=out)
         yield [first, out]
-
-
-# ---- outputs that share memory although different partitions made them
 
 
 def output_and_later_part(x):

@@ -200,8 +200,6 @@ def cases(draw, programs_per_graph):
     return graph, draw(options), drawn
 
 
-# ---- models that people write, in the same language
-
 MODELS = (
     Graph(
         (

@@ -28,7 +28,6 @@ ways = Ways()
 
 
 def mutated_input(session):
-    """A buffer and an input are changed by every call."""
     module, call = session.compiled(Counter)
     state = session.tensor([1.0, 2.0, 3.0])
     outs = [call(batch, state) for batch in session.batches(4, 8)]
@@ -346,9 +345,6 @@ def test_a_backward_in_parts_of_a_forward_that_is_one_graph(setting, driver):
     """Saved values have Inductor's layouts, and the parts were traced with others."""
     options = {} if driver is None else {"driver": driver}
     check(setting, Kept, [(2, 4, 6, 8)] * 12, **UNSAFE, **options)
-
-
-# ---- gradients of convolutions lie as their weights do, whatever layout Inductor computes in
 
 
 def convolutions():

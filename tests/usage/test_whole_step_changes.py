@@ -196,7 +196,6 @@ def swapped_states(training):
 
 
 def states_in_another_order(training):
-    """Exchange the places of two parameters' states."""
     state = training.optimizer.state
     first, second = [p for p in state if p.dim() == 2]
     keys, values = [{first: second, second: first}.get(p, p) for p in state], [*state.values()]

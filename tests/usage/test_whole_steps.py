@@ -117,19 +117,6 @@ def evaluate(training, number):
         training.module.train()
 
 
-def average(training, number):
-    swa = torch.optim.swa_utils
-    if number == 0:
-        decay = swa.get_ema_multi_avg_fn(0.9)
-        training.averages = [
-            swa.AveragedModel(training.module),
-            swa.AveragedModel(training.module, multi_avg_fn=decay),
-        ]
-    for each in training.averages:
-        each.update_parameters(training.module)
-        training.values.append(next(each.parameters()).sum())
-
-
 class Branches(nn.Module):
     """A parameter that no gradient comes to."""
 
@@ -147,13 +134,6 @@ def with_results(module):
         out = module(x)
         loss = out.square().mean()
         return loss, {"loss": loss.detach(), "more": [out, out * 2, None, "text"]}
-
-    return loss_fn
-
-
-def two_terms(module):
-    def loss_fn(x):
-        return module(x).square().mean() + sum(p.square().sum() for p in module.parameters())
 
     return loss_fn
 
@@ -262,8 +242,6 @@ class Loss(nn.Module):
 
 
 def penalised_by_func(module):
-    """A gradient penalty in one graph."""
-
     def loss_fn(x):
         gradient = torch.func.grad(lambda x: module(x).sum())(x)
         return module(x).square().mean() + gradient.square().sum()
@@ -330,7 +308,6 @@ USES = {
     "two optimizers": use(optimizer=two_optimizers, max_norm=1.0),
     "momentum that changes": use(every=schedule("OneCycleLR", max_lr=0.1, total_steps=20), whole=0),
     "evaluation": use(every=evaluate),
-    "averages": use(every=average),
     "versions": use(every=note_versions),
     "sparse gradients": use(
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1), whole=0, **SPARSE
@@ -339,7 +316,6 @@ USES = {
     "unused parameters": use(make=Branches, max_norm=1.0),
     "checkpointing": use(make=Checkpointed),
     "adapters": use(make=Adapted),
-    "a penalty": use(loss_fn=two_terms),
     "a new buffer in each step": use(make=AssignedBuffer),
     "parameters replaced": use(change=assign_parameters, whole=4),
     "data swapped in every step": use(every=lambda training, _: swap_data(training)),
@@ -399,7 +375,6 @@ def check(way, program, **options):
 
 
 def compared(way, program, **options):
-    """Run a program without graphs and with them: the results are the same."""
     plain = way.run(program, **options | {"driver": "none"})
     found = programs.differences(way.run(program, **options), plain)
     assert not found, found[:5]
@@ -613,7 +588,6 @@ def adversaries(session):
 
 
 def fed_back(session):
-    """Feed a step's result to the next one."""
     training = Training(
         session, loss_fn=lambda m: lambda x, h: (m(x + h).square().mean(), m(x + h))
     )

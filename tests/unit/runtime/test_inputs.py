@@ -60,24 +60,6 @@ def number_known(partition):
     return sum(map(len, partition.inputs._known.values()))
 
 
-def test_what_lies_where_it_lay_is_read_in_place():
-    part, (v, w) = Partition(COPIED, STATIC, STATIC), (Parameter(X.clone()) for _ in range(2))
-    first = part(X, v, w)
-    assert (first.code, first.new, first.copied) == ("new_module", (1, 2), ())
-    for _ in range(2):
-        found = part(X, v, w)
-        assert (found.places, found.new, found.copied, found.code) == (places(v, w), (), (), None)
-
-
-def test_what_replaced_a_tensor_that_is_gone_in_its_very_place_is_copied():
-    part, memory = Partition(COPIED, STATIC), np.ones(2, np.float32)
-    for expected in (None, (1,), (1,)):
-        w = torch.from_numpy(memory)
-        found = part(X, w)
-        assert expected is None or (found.copied, found.code) == (expected, None)
-        del w
-
-
 def test_another_tensor_on_the_same_storage_has_moved():
     part, base = Partition(COPIED, STATIC), torch.ones(4)
     first, second = base[:2], base[2:]
@@ -151,41 +133,12 @@ def test_what_shares_memory_with_what_is_written_is_not_copied(written, other, c
     del kept
 
 
-def test_what_lies_in_the_pool_is_read_in_place():
-    part, saved = Partition(POOLED, STATIC), X.clone()
-    part.owner._pool_addresses[saved.untyped_storage().data_ptr()] += 1
-    found = part(saved, X)
-    assert (found.values, found.absent) == (places(saved), ())
-
-
 def test_what_was_made_without_a_graph_has_its_reader_run_without_one():
     part, saved, w = Partition(POOLED, STATIC), X.clone(), X.clone()
     part.owner.note_plain_results([saved, None, 3])
     assert part(saved, w).code == "new_module", "it is remembered as if nothing were amiss"
     found = part(saved[1:], w)
     assert (found.code, found.absent, found.copied) == ("not_in_the_pool", (0,), ())
-
-
-def test_what_was_moved_by_a_hook_is_copied():
-    part, saved, w = Partition(POOLED, STATIC), X.clone(), X.clone()
-    part(saved, w)
-    found = part(saved, w)
-    assert (found.code, found.absent, found.copied, found.new) == (None, (0,), (0,), ())
-    assert (found.places, found.values) == (places(w), places(0))
-
-
-def test_places_are_forgotten_with_their_storages():
-    part = Partition(COPIED, STATIC, max_places=4)
-    for size in range(2, 5000):
-        part(X, torch.ones(size))
-    assert number_known(part) <= 8
-    alive = [torch.ones(2) for _ in range(100)]
-    for w in alive * 2:
-        found = part(X, w)
-    assert found.new == (), "of what lives nothing is forgotten"
-    assert number_known(part) >= 100
-    part.inputs.forget()
-    assert number_known(part) == 0
 
 
 def test_of_one_storage_the_oldest_places_are_forgotten():
@@ -297,9 +250,6 @@ def test_memory_of_one_partition_for_all(monkeypatch):
     places = {p.target.data_ptr() for r in copying for p in r.placeholders.values()}
     assert len(places) == 2
     torch.compiler.reset()
-
-
-# ---- parts of a signature, and names of inputs
 
 
 CPU = torch.device("cpu")

@@ -1,7 +1,6 @@
 """Outputs: their holders, moves of held ones, the owners of their memory, and their end."""
 
 import gc
-from array import array
 
 import pytest
 import torch
@@ -32,28 +31,6 @@ def replay(memory, value=-1):
     for address, tensor in zip(memory.addresses(), memory.tensors, strict=True):
         raw = torch_private.storage_at(address, tensor.untyped_storage().nbytes(), tensor.device)
         torch.empty(0).set_(raw).fill_(value)
-
-
-def test_a_holder_counts_and_a_rescue_moves_it_and_not_the_recording():
-    memory = seal(ramps(1))
-    where = memory.addresses()
-    for _ in range(2):
-        assert not memory.any_held()
-        assert memory.held() == []
-        holder = memory.aliases()[0].view(2, 2)[:]
-        assert memory.any_held()
-        assert memory.held() == memory.held([0]) == [0]
-        assert memory.held(()) == []
-        kept, holder = holder, None
-        del kept
-    holder = memory.aliases()[0].view(2, 2)[:]
-    assert memory.rescue([0]) == 16
-    assert not memory.any_held()
-    replay(memory)
-    assert holder.tolist() == [[0, 1], [2, 3]]
-    assert memory.addresses() == where
-    assert [t.data_ptr() for t in memory.tensors] == where
-    assert memory.tensors[0].tolist() == [-1] * 4
 
 
 def test_what_is_held_as_storages_alone_comes_back_to_where_it_lay():
@@ -104,80 +81,11 @@ def test_what_may_move(uses, held, asked, expected):
     del kept
 
 
-@pytest.fixture
-def watched():
-    """Memory of two blocks, and which of the driver's outputs under it are alive."""
-    outputs = ramps(2)()
-    owners = [torch_private.WeakStorage(t.untyped_storage()) for t in outputs]
-    memory = OutputMemory(outputs, [SHOWN] * 2)
-    del outputs
-    memory.seal()
-    return memory, lambda: [weak.get() is not None for weak in owners]
-
-
-def test_blocks_are_kept_until_they_are_released(watched):
-    memory, alive = watched
-    assert memory.released() == ()
-    held = memory.aliases()[0]
-    memory.release_unheld()
-    assert memory.released() == (1,)
-    assert alive() == [True, False]
-    del held
-    assert memory.released() == (1,), "nobody asked yet"
-    memory.release_unheld()
-    assert memory.released() == (0, 1)
-    assert alive() == [False, False]
-
-
-def test_a_block_is_given_and_taken_back(watched):
-    memory, alive = watched
-    address = memory.addresses()[0]
-    assert memory.num_users(address + 8) is None
-    number, references = memory.num_users(address)
-    storage = memory.tensors[0].untyped_storage()
-    assert (number, references) == (0, array("q", fast.watched((storage,)))[2] - 2)
-    storage = memory.give(0)
-    assert storage.data_ptr() == address
-    assert memory.num_users(address) is None
-    assert memory.released() == (0,)
-    memory.take_back(0, storage)
-    del storage
-    assert memory.num_users(address) == (number, references)
-    assert alive()[0]
-    memory.give(0)
-    assert not alive()[0]
-
-
-def test_letting_go_leaves_kept_blocks_to_their_holders_without_a_copy():
-    memory = seal(ramps(2))
-    held = memory.aliases()[0]
-    address = held.data_ptr()
-    assert memory.let_go() == 0
-    assert held.data_ptr() == address
-    del memory
-    assert_owned(held)
-
-
 def assert_owned(held):
     gc.collect()
     others = [torch.full((4,), -1.0) for _ in range(64)]
     assert held.data_ptr() not in {t.data_ptr() for t in others}
     assert held.tolist() == [0, 1, 2, 3]
-
-
-def test_letting_go_copies_what_was_released_and_is_held():
-    buffer = torch.arange(8.0)  # stands for the pool
-    memory = seal(lambda: [buffer[:], torch.arange(4.0)])
-    kept = memory.aliases()[1]
-    memory.release_unheld()
-    held = memory.aliases()[0]
-    assert memory.released() == (0,)
-    assert memory.let_go() == 32
-    del memory
-    buffer.fill_(-1)
-    assert held.tolist() == [*range(8)]
-    assert kept.tolist() == [0, 1, 2, 3]
-    assert held.data_ptr() != buffer.data_ptr()
 
 
 def test_letting_go_may_be_broken_off_once_memory_is_the_holders(monkeypatch):

@@ -52,9 +52,6 @@ def test_a_view_of_an_input_keeps_its_type_and_place():
     assert torch.equal(x, before)
 
 
-# ---- inputs that die inside a recording, as they would inside the partition without graphs
-
-
 X = torch.ones(4)
 
 

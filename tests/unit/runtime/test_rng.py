@@ -119,14 +119,6 @@ def test_in_a_capture_nobody_notes_a_position(user, monkeypatch):
     assert state.position == (0, 0)
 
 
-def test_on_the_cpu_the_operator_notes_it_in_a_replay_too():
-    state = ForwardState(torch.default_generator)
-    assert state.start() is None
-    before = torch.get_rng_state()
-    run_with_state(torch.rand, 3, rng_state=state)
-    assert torch.equal(state.position, before)
-
-
 def test_a_runner_learns_the_distance_of_each_shape(user):
     """A kernel that a graph launches draws from where the user's generator then stands."""
     state = ForwardState(user)

@@ -148,8 +148,6 @@ def test_recording_on_memory_that_was_used_before_leaves_its_contents(driver, op
         assert alias.tolist() == [1, 6, 11, 16]
 
 
-# ---- recorded code that sets the default generator itself
-
 OUTSIDE, X = torch.get_rng_state(), torch.ones(8)
 
 

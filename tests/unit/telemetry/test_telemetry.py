@@ -67,8 +67,6 @@ def test_reasons_are_counted_and_what_nobody_wants_captured_comes_last():
     assert counted(found) == found
 
 
-# ---- warnings where nobody set up logging
-
 log = logging.getLogger("cgpass.somewhere")
 
 

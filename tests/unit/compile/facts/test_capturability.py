@@ -9,11 +9,7 @@ from torch.nn import functional as F
 
 import cgpass
 from cgpass.compile.facts import op_tables
-from cgpass.compile.facts.capturability import (
-    LIFTED,
-    names_behind,
-    why_not_capturable,
-)
+from cgpass.compile.facts.capturability import LIFTED, names_behind, why_not_capturable
 from cgpass.compile.facts.target import find_target
 from cgpass.telemetry.reason import Reason
 from tests.graphs import CUDA, Spec, calls, cpu, dynamic, fake_cuda_graph, ints

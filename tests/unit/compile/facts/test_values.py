@@ -107,15 +107,6 @@ def test_a_nested_graph_that_writes_may_write_to_all_operands():
     assert values.mutated_inputs(call) == ()
 
 
-@pytest.mark.parametrize(("dropout", "random"), [(0.0, False), (0.5, True)])
-def test_attention_is_random_only_with_dropout(dropout, random):
-    def fn(q):
-        return aten._scaled_dot_product_flash_attention(q, q, q, dropout)[0]
-
-    gm = fake_cuda_graph(fn, (1, 2, 8, 8))
-    assert values.is_random(one(gm, aten._scaled_dot_product_flash_attention.default)) is random
-
-
 def test_random_operators_are_found_inside_wrappers_too():
     gm = fake_cuda_graph(lambda x: (torch.rand_like(x), x.sin()), (3,))
     sin = one(gm, aten.sin.default)
@@ -130,16 +121,6 @@ def test_collectives_of_dtensor_s_own_are_known_by_name():
     one(gm, aten.sin.default).target = torch.ops._dtensor.shard_dim_alltoall.default
     assert flags(gm, values.is_collective) == ["sin"]
     assert flags(gm, values.starts_collective) == [], "it waits itself"
-
-
-def test_side_effects_are_writes_and_calls_without_result():
-    def fn(x):
-        torch.ops.aten._assert_async.msg(x.sum() > 0, "positive")
-        x.add_(1)
-        return torch.rand_like(x)
-
-    gm = fake_cuda_graph(fn, (3,))
-    assert flags(gm, values.has_side_effect) == ["_assert_async", "add_"]
 
 
 def test_symbols_are_ordered_by_name():
