@@ -177,7 +177,6 @@ def test_what_a_named_operator_is_traced_as_runs_between_graphs(way, name):
         assert all(name in str(reason) for p in eager for reason in p.reasons), str(graph)
 
 
-COMPILERS = ["eager", "inductor"]
 SOME = {"replays": "some"}
 PLAINLY = "can't be captured and runs without a graph from now on: tests.fails_as_cuda_does"
 
@@ -254,7 +253,7 @@ def close(setting, program, **options):
     return counters
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
 @pytest.mark.parametrize("op", [syncs, fails, fails_oddly], ids=lambda op: op._name)
 def test_the_guilty_operator_runs_between_graphs(setting, caplog, op, compiler):
     if (setting.device.type, compiler) == ("cpu", "inductor") and op is not syncs:

@@ -337,14 +337,11 @@ class Kept(nn.Module):
         return self.second(wait_later(self.first(x).relu())).tanh()
 
 
-UNSAFE = {"unsafe_ops": ("tests::wait",)}
-
-
 @pytest.mark.parametrize("driver", ["none", None])
 def test_a_backward_in_parts_of_a_forward_that_is_one_graph(setting, driver):
     """Saved values have Inductor's layouts, and the parts were traced with others."""
     options = {} if driver is None else {"driver": driver}
-    check(setting, Kept, [(2, 4, 6, 8)] * 12, **UNSAFE, **options)
+    check(setting, Kept, [(2, 4, 6, 8)] * 12, unsafe_ops=("tests::wait",), **options)
 
 
 def convolutions():

@@ -599,15 +599,11 @@ def test_hooks_that_no_python_code_sees(way, process_group):
     compared(way, program)
 
 
-def ddp(module):
-    return nn.parallel.DistributedDataParallel(module)
-
-
 def fsdp(module):
     return fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
 
 
-@pytest.mark.parametrize("wrap", [ddp, fsdp])
+@pytest.mark.parametrize("wrap", [nn.parallel.DistributedDataParallel, fsdp])
 def test_what_talks_to_other_processes_runs_in_pieces(wrap, process_group):
     del process_group
 

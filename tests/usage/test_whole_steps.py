@@ -598,7 +598,7 @@ def fed_back(session):
     return training.found()
 
 
-PROGRAMS = (*(under_autocast, two_steps, arguments, sizes, raising, copied, adversaries, fed_back),)
+PROGRAMS = (under_autocast, two_steps, arguments, sizes, raising, copied, adversaries, fed_back)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from cgpass.errors import OutputError
 from tests.unit.runtime.runners import counts
-from tests.usage.programs import ATEN, Ways
+from tests.usage.programs import ATEN, Ways, deterministic
 
 
 def test_a_static_inference_tensor_is_written_in_place(setting):
@@ -267,12 +267,9 @@ def test_what_decides_on_kernels_is_part_of_the_signature(setting):
     call, x = session.wrap(fn), session.randn(4)
     for _ in range(3):
         assert torch.equal(call(x), x * 3)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         for _ in range(3):
             assert torch.equal(call(x), x * 2)
-    finally:
-        torch.use_deterministic_algorithms(False)
     precision = torch.get_float32_matmul_precision()
     recordings = call.stats.recordings
     torch.set_float32_matmul_precision("high" if precision == "highest" else "highest")

@@ -10,6 +10,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import cgpass
 from cgpass import torch_private
 from cgpass.errors import DoubleBackwardError
+from tests.usage.programs import deterministic
 
 OPTIONS = {"driver": "simulated", "compiler": "eager", "min_partition_ops": 1}
 
@@ -122,12 +123,8 @@ def test_autocast_is_traced_into_it(made, calls):
 def test_deterministic_algorithms_asked_for_late(made):
     x = randn(4)
     out = made(torch.sin, x)(x)
-    torch.use_deterministic_algorithms(True)
-    try:
-        with pytest.raises(RuntimeError, match="use_deterministic_algorithms"):
-            out.sum().backward()
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with deterministic(), pytest.raises(RuntimeError, match="use_deterministic_algorithms"):
+        out.sum().backward()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

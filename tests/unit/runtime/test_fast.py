@@ -102,7 +102,7 @@ def facts(tensor):
 
 def test_aliases_are_detached_and_have_version_counters_of_their_own():
     originals = [*tensors(4), torch.ones(2, requires_grad=True).sin()]
-    found = fast.aliases(tuple(originals), range_of(originals))
+    found = fast.aliases(tuple(originals), tuple(range(len(originals))))
     for ours, original in zip(found, originals, strict=True):
         assert facts(ours) == facts(original.data)
         if original.numel():
@@ -118,10 +118,6 @@ def test_aliases_are_detached_and_have_version_counters_of_their_own():
     for alias in fast.aliases((empty, empty), (0, 1)):
         alias.resize_(2, 3).fill_(1)
         assert (empty.size(), empty.untyped_storage().nbytes()) == ((0, 3), 0)
-
-
-def range_of(values):
-    return tuple(range(len(values)))
 
 
 @pytest.mark.parametrize("outer", [True, False])
@@ -143,7 +139,7 @@ def check_copies(sources, device="cpu"):
     shared = torch.arange(6.0, device=device)
     sources = [*sources, shared, shared[2:], shared.view(torch.int32)[:1], shared]
     results = [*sources, None]
-    num_bytes = fast.copy_out(results, range_of(sources))
+    num_bytes = fast.copy_out(results, tuple(range(len(sources))))
     storages = {t.untyped_storage()._cdata for t in sources}
     assert num_bytes <= sum(t.nbytes + 64 for t in sources)
     for ours, source in zip(results, sources, strict=False):
@@ -183,7 +179,7 @@ def test_copies_span_no_more_than_what_is_copied(parts, num_bytes, nbytes):
     """Operators compute the same of a copy as of the original: addresses and strides are alike."""
     sources = parts(torch.arange(1024.0).view(4, 16, 16))
     results = sources.copy()
-    assert fast.copy_out(results, range_of(sources)) == num_bytes
+    assert fast.copy_out(results, tuple(range(len(sources)))) == num_bytes
     assert {t.untyped_storage().nbytes() for t in results} == {nbytes}
     assert len({t.untyped_storage()._cdata for t in results}) == 1
     for ours, source in zip(results, sources, strict=True):

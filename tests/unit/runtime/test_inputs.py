@@ -173,7 +173,6 @@ OTHERS = [
     ]
 ]
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
-EVERY = pytest.mark.parametrize("dtype", OTHERS, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -199,7 +198,7 @@ def layouts(dtype):
     return [whole, whole.t(), whole[:, 1:5], whole[0].expand(3, 6), whole[:0]]
 
 
-@EVERY
+@pytest.mark.parametrize("dtype", OTHERS, ids=str)
 def test_inputs_of_every_dtype_are_copied_in_and_back(dtype):
     values_in = layouts(dtype)
     placeholders = {i: Placeholder(value) for i, value in enumerate(values_in)}

@@ -9,16 +9,12 @@ from cgpass import telemetry
 from cgpass.telemetry.reason import Reason
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, counted
 
-
-@pytest.fixture
-def registry(monkeypatch):
-    monkeypatch.setattr(telemetry, "registry", telemetry.Registry())
-    return telemetry.registry
+pytestmark = pytest.mark.usefixtures("counted_alone")
 
 
-def test_counts_stay_in_the_totals_when_their_owners_are_gone(registry):
+def test_counts_stay_in_the_totals_when_their_owners_are_gone():
     stats = telemetry.CallStats()
-    registry.counts.append(stats)
+    telemetry.registry.counts.append(stats)
     stats.calls, stats.replays = 5, 4
     del stats
     telemetry.CallStats(calls=3)  # nobody registered it
@@ -33,7 +29,7 @@ def test_a_reason_of_several_operators_names_all_of_them_and_no_single_line():
     assert (found.op, found.line, found.count) == (ops, None, 3)
 
 
-def test_a_skip_is_counted_for_as_long_as_it_lasts(registry):
+def test_a_skip_is_counted_for_as_long_as_it_lasts():
     parts = (
         PartitionSummary("captured_0", True, 4),
         PartitionSummary("eager_1", False, 2, (Reason("syncs", "", "it waits", ""),)),
@@ -48,7 +44,7 @@ def test_a_skip_is_counted_for_as_long_as_it_lasts(registry):
     assert telemetry.counters()["skips"] == 1
 
 
-def test_a_function_that_was_compiled_again_is_listed_once(registry):
+def test_a_function_that_was_compiled_again_is_listed_once():
     part = PartitionSummary("captured_0", True, 4)
     for function, direction in ((0, "forward"), (1, "inference"), (0, "backward")):
         telemetry.add_graph(GraphSummary(direction, (part,), function=function))
