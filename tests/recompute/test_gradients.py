@@ -50,10 +50,9 @@ def gradient_inside(checkpoint, model, x):
     return [y.detach()]
 
 
-PROGRAMS = [structures, gradients_of_gradients, some_inputs, gradient_inside]
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    "program", [structures, gradients_of_gradients, some_inputs, gradient_inside]
+)
 def test_the_bits_of_torchs_checkpoint_and_of_none(program):
     check(program)
 

@@ -141,8 +141,6 @@ def outputs_held_over_the_backward(session):
     return values
 
 
-WRONG = "values not as in eager"
-
 BROKEN = [
     (no_input_copy, interleaved),
     (no_rescue, held_outputs),
@@ -170,5 +168,5 @@ def test_a_broken_runtime_gives_wrong_numbers(monkeypatch, break_it, program):
     assert_right(program)
     with monkeypatch.context() as patch:
         break_it(patch)
-        with pytest.raises(AssertionError, match=WRONG):
+        with pytest.raises(AssertionError, match="values not as in eager"):
             SIMULATED.compare(program, only_eager=True)

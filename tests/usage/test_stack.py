@@ -306,14 +306,11 @@ def test_a_reset_waits_for_no_call_of_another_thread():
     assert call.stats.recordings == 2
 
 
-ORDERS = ["ppppb", "pbppp", "bpppp", "ppbbpp"]
-
-
 def function(x):
     return (x.sin() * 2).cos()
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", ["ppppb", "pbppp", "bpppp", "ppbbpp"])
 @pytest.mark.parametrize("outputs", ["shared", "owned"])
 def test_gradients_are_batched(way, order, outputs, caplog):
     def program(session):

@@ -26,7 +26,6 @@ from tests.graphs import CUDA, calls, cpu, fake_cuda_graph, joint_graph
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
-COMPILERS = pytest.mark.parametrize("compiler", ["inductor", "eager"])
 
 
 def checkpointed(fn, **settings):
@@ -169,7 +168,7 @@ def test_what_inductor_can_not_draw_again_on_the_cpu_is_saved(compiler, recomput
     assert pairs(forward) == pairs(backward) == [*range(1 + recomputed)]
 
 
-@COMPILERS
+@pytest.mark.parametrize("compiler", ["inductor", "eager"])
 def test_what_dtensor_draws_is_saved(compiler):
     """It reads and moves the default generator, and is traced under checkpoints from torch 2.13 on."""
     operators = importlib.import_module("torch._prims.rng_prims")
