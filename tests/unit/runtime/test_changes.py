@@ -2,6 +2,7 @@
 
 import pytest
 
+from cgpass.runtime import changes
 from cgpass.runtime.changes import Change, Mode, mend, open_modes
 
 
@@ -67,3 +68,13 @@ def test_a_change_is_undone_once_it_is_broken_off():
     mend(known)
     assert len(undone) == 1
     assert not known
+
+
+def test_a_forked_process_ends_what_other_threads_had_begun():
+    notes = []
+    mode = Noted("a", notes)
+    with mode:
+        mode.thread += 1
+        changes.forget_other_threads()
+        assert notes == ["a begins", "a ends"]
+        open_modes.append(mode)
