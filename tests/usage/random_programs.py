@@ -156,8 +156,6 @@ class World:
         except RuntimeError as error:
             self.seen.append((name, f"error: {str(error).splitlines()[0]}", type(error).__name__))
 
-    # ---- what steps share
-
     def pick(self, number):
         """A held result, or None; 0 is the youngest."""
         return self.held[-1 - number % len(self.held)] if self.held else None

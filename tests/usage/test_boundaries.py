@@ -124,9 +124,6 @@ def test_effects_in_a_forward_with_parameters(way, check):
     assert counters["replays"] == counters["calls"] - counters["warmups"] > 0
 
 
-# ---- operators named in unsafe_ops, also where torch puts other ones in their place
-
-
 LIB = torch.library.Library("unsafe_ops_tests", "FRAGMENT")
 LIB.define("composite(Tensor x) -> Tensor")
 LIB.impl("composite", lambda x: (x * 2).sin(), "CompositeImplicitAutograd")

@@ -325,9 +325,6 @@ def test_a_line_for_each_graph_and_each_recording(caplog):
     assert "in histogram: recording 2 made: moved: w (flo" in moved
 
 
-# ---- partitions as named ranges of the profiler's traces
-
-
 @pytest.fixture
 def session(setting):
     return setting.session(on_skip="silent")

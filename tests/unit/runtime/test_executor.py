@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cgpass.runtime.executor import Executor, Plan, Step
-from tests.unit.runtime.runners import COPIED, runner
+from tests.unit.runtime.runners import COPIED, counts, runner
 
 X = torch.ones(2)
 
@@ -57,3 +57,11 @@ def test_steps_are_told_in_order_and_only_inside():
     executor([X])
     both = [f"{name} eager_{n}" for n in (0, 1) for name in ("inner", "outer")]
     assert told == [*both, "outer eager_0", "outer eager_1"]
+
+
+def test_calls_run_plainly_on_request_and_recordings_stay():
+    run = runner(lambda x: [x * 2], COPIED)
+    executor = Executor(Plan(1, 2, (Step("captured_0", run, (0,), (1,)),), (1,)), run.owner)
+    for run.owner.plain in (False, False, True, False):
+        assert executor([torch.ones(2)])[0].tolist() == [2, 2]
+    assert counts(run) == (1, 1, 2, 1)

@@ -97,6 +97,7 @@ PROVOKED = {
     "lifted": lambda: [why(lifted_copy())],
     "cpu_scalar": lambda: reasons(torch.mul, (3,), cpu()),
     "layout": lambda: [why(by_hand(aten.add.Tensor, 1, 2, value=sparse()), torch.device("cpu"))],
+    "host_only": lambda: [why(by_hand(aten.sym_constrain_range.default, 3, value=()))],
     "expandable_segments": lambda: [
         why(
             by_hand(torch.ops._c10d_functional.all_reduce.default, "x", "sum", "0"),

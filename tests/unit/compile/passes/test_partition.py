@@ -227,9 +227,6 @@ def test_five_thousand_nodes_in_a_valid_order():
         assert switches(captured, order) < switches(captured, original)
 
 
-# ---- each partition waits for the collectives that it starts
-
-
 collectives = torch.ops._c10d_functional
 GROUP = "0"
 
