@@ -160,7 +160,7 @@ def test_results_are_written_unless_they_share_elements(setting, way):
     graphed = setting.graphed(plain, (setting.randn(3, 4),), modules=(layer,))
     x, found = setting.randn(3, 4), []
     if way in ("a part", "another shape"):
-        with pytest.raises(RuntimeError, match="SharedResult.* is a view and is being modified"):
+        with pytest.raises(RuntimeError, match="SharedResult"):
             graphed(x)[0].mul_(0.5)
         return
     for fn in (graphed, plain):
