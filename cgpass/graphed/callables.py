@@ -100,7 +100,7 @@ class GraphedFunction:
         self._failed: dict[Key, str] = {}
         """Failures that may have been chance: the same once more is a refusal."""
         self._in_hook = False
-        self._settings = self._settings_now()
+        self._settings, self._states = self._settings_now(), self._states_now()
         self.find_statics()
         if self.makes_weight_grads is not None:
             _splitting.add(self)
@@ -221,12 +221,19 @@ class GraphedFunction:
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return dtype, tracker and tracker.current
 
+    def _states_now(self) -> dict[str, torch.Generator]:
+        """Return what the graphs draw from, besides the default states."""
+        tracker = self.options.rng_tracker
+        return {} if tracker is None else dict(tracker.generators)
+
     def _why_plain(self) -> str | None:
         """Say why settings and modules, as they are, forbid a replay; None if they don't."""
         if _is_watched():
             return "a transform, a tracer or a dispatch mode is active, and would not see a replay"
         if self._settings_now() != self._settings:
             return "autocast, or the fork of its rng_tracker, is another than when it was recorded"
+        if self._states and not self._states.items() <= self._states_now().items():
+            return "states of its rng_tracker were replaced (reset() makes it record again)"
         if torch.is_grad_enabled() and not self.with_grad:
             return "it was recorded under torch.no_grad()"
         if not (self._pairs or self._refused):
@@ -334,6 +341,7 @@ class GraphedFunction:
     def _free(self) -> None:
         self._close_pairs()
         self._num_left = self.options.max_rerecords + 1
+        self._states = self._states_now()
         self._refused.clear()
         self._failed.clear()
         self._told.clear()

@@ -261,7 +261,6 @@ class Statics:
         self._entries = [(holder, key, holder.get(key, ...), said) for holder, key, said in entries]
         """Dictionaries, keys, what was there, and what a message calls it."""
         columns = [[entry[k] for entry in self._entries] for k in range(3)]
-        self._accumulate = bool(_accumulated(self.now()))
         sizes = array("q", [size for _, size, _ in self._sizes]).tobytes()
         self._compared = *columns, [holder for holder, _, _ in self._sizes], sizes
 
@@ -285,9 +284,7 @@ class Statics:
 
     def layouts(self, tensors: Sequence[torch.Tensor]) -> bytes:
         """Addresses and layouts of the tensors, and of what fused backwards add their gradients to."""
-        if self._accumulate:
-            tensors = [*tensors, *_accumulated(tensors)]
-        return fast.layouts(tensors)
+        return fast.layouts([*tensors, *_accumulated(tensors)])
 
     def distinct(self) -> list[torch.Tensor]:
         """The tensors as they are, each once."""
@@ -331,7 +328,7 @@ class Statics:
 
 
 def _accumulated(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    found = [getattr(each, ACCUMULATED, None) for each in tensors]
+    found = [vars(each).get(ACCUMULATED) for each in tensors]
     return [each for each in found if isinstance(each, torch.Tensor)]
 
 

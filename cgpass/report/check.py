@@ -34,7 +34,7 @@ def verdict(report: Facts, least: float) -> tuple[bool, str]:
     if said:
         said[-1] += f", {share(least, 1)} required"
     else:
-        said = [headline(report)]
+        said = ["nothing to check: " * bool(report.others) + headline(report)]
     lines = wrapped(f"cgpass check: {'passed' if passes else 'FAILED'}: {'; '.join(said)}")
     lines += ["fell back:", *(row for each in late for row in wrapped(each, 2))] if late else []
     if not passes and report.others:

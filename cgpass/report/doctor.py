@@ -57,11 +57,8 @@ def _torch() -> Iterator[Finding]:
     devices = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
     found = ", ".join(devices) or 'no device: driver="simulated" imitates graphs, for tests alone'
     version = collect_env.get_nvidia_driver_version(collect_env.run) or "not found"
-    yield (
-        "driver",
-        f"{version}, CUDA {torch.version.cuda or 'none'} in torch, {found}",
-        "" if devices else None,
-    )
+    said = f"{version}, CUDA {torch.version.cuda or 'none'} in torch, {found}"
+    yield "driver", said, "" if devices else None
 
 
 def _compiler() -> Iterator[Finding]:

@@ -12,7 +12,7 @@ CHOSEN: Final = frozenset({"too_small", "no_work", "lifted", "cpu_number", "effe
 OTHER_FIXES: Final = {
     "too_small": "leave it: it launches little work; or lower min_partition_ops to the number of its operators",
     "no_work": "leave it: nothing is lost",
-    "capture": "name the operator that fails in unsafe_ops, or move it out of a CUDAGraphWrapper: the rest is captured then",
+    "capture": "name the operator that fails in unsafe_ops (in a CUDAGraphWrapper: move it out): the rest is captured then",
     "out_of_memory": "free memory, or lower max_recordings; after cgpass.reset() the next calls try again",
     "raised": "see the error",
     "shares_memory": "pass tensors that share no memory: clone() one of them",

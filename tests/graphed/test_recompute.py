@@ -172,6 +172,29 @@ def test_a_call_inside_of_the_fork_that_it_has_inside(setting, caplog):
     assert caplog.text.count("the fork of its rng_tracker, is another") == 1
 
 
+def test_states_that_replace_those_of_a_tracker(setting, caplog):
+    """As Megatron does to seed a training anew."""
+    trackers = trackers_of(setting)
+    fns = [lambda x, t=t: drawn(t, x) for t in trackers]
+    x = setting.randn(4, 8, grad=True)
+    fns[0] = setting.graphed(fns[0], (x,), rng_tracker=trackers[0])
+    for change in ("", "replaced", "reset"):
+        for tracker in trackers if change == "replaced" else ():
+            tracker.reset()
+            tracker.add("a", 7)
+        if change == "reset":
+            fns[0].reset()
+        same(fns[0](x), fns[1](x))
+        same(*(tracker.generators["a"].get_state() for tracker in trackers))
+    assert caplog.text.count("states of its rng_tracker were replaced") == 1
+    assert (fns[0].stats.plain_calls, fns[0].stats.replays) == (1, 2)
+
+
+def drawn(tracker, x):
+    with tracker.fork("a"):
+        return F.dropout(x, 0.5)
+
+
 def test_each_backward_rewinds_to_its_own_forward(setting):
     x = setting.randn(4, grad=True)
     graphed = setting.graphed(torch.sin, (x,))

@@ -200,15 +200,19 @@ def training_step(model, optimizer, x):
     return loss.item()  # reads
 
 
-def test_every_break_of_a_training_step_is_named_and_what_is_torchs_own_is_to_be_left():
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_every_break_of_a_training_step_is_named_and_what_is_torchs_own_is_to_be_left(scheduled):
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())
+    if scheduled:  # it wraps optimizer.step
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
     report = cgpass.explain(training_step, model, optimizer, X)
     found = {each.line.rpartition("# ")[2]: each for each in report.graph_breaks}
     assert set(found) == {"clears", "goes back", "steps", "reads"}
     left = [name for name, each in found.items() if each.fix.startswith("leave it")]
     assert sorted(left) == ["clears", "goes back", "steps"]
-    assert "in torch/optim/optimizer.py:" in found["steps"].detail
+    said = "a scheduler wraps the optimizer's step" if scheduled else "in torch/optim/optimizer.py:"
+    assert said in found["steps"].detail
     assert any(graph.place.startswith("torch/optim/adam") for graph in report.graphs)
 
 
@@ -294,7 +298,7 @@ def test_breaks_of_other_backends_and_of_libraries_are_not_ours():
         (lambda x: torch.repeat_interleave(x[0], x[0].long().abs()), "aten.repeat_interleave.Tensor", "pass output_size="),
         (lambda x: x * torch.equal(x, x), "aten.equal.default", "use (a == b).all(), which stays on the device"),
         (lambda x: x * x.sum().item(), "the host reads a tensor's value", "keep the value on the device (torch.where"),
-        (lambda x: x + 1 if x.sum() > 0 else x, "a branch on a tensor's value", "choose between both results on the device"),
+        (lambda x: x + 1 if x.sum() > 0 else x, "a branch on a tensor's value", "choose on the device: torch.where, torch.cond; to check, assert"),
         (lambda x: (warnings.warn("odd", stacklevel=1), x)[1], "warnings.warn can't be traced", breaks._BEHIND),
         (lambda x: (log.info("odd"), x)[1], "a logger's method can't be traced", breaks._BEHIND),
         (lambda x: (open(os.devnull).close(), x)[1], "open can't be traced", f"{breaks._OUTSIDE}\n"),
@@ -322,6 +326,12 @@ def test_what_is_not_known_is_told_in_torchs_words_of_which_some_are_left_out():
     assert found.fix == "check and raise before what is compiled"
     text = "A call\n  Explanation: Dynamo does not know how to trace the builtin `time.time.` This is one."
     assert breaks.reason_of(text, None).detail == "graph break: time.time can't be traced"
+    drawn = breaks.reason_of(
+        "Data-dependent branching", "m.py:9 in forward: if random.random() < 0.2:"
+    )
+    assert drawn.detail == "graph break: a random number of Python or NumPy is used"
+    drawn = breaks.reason_of("Tensor.item()", "m.py:9 in forward: y = torch.random.get(x).item()")
+    assert drawn.detail == "graph break: the host reads a tensor's value"
     assert breaks.reason_of("Unsupported", None).fix == "TORCH_LOGS=graph_breaks shows more"
     assert max(len(f"     Do: {fix}") for _, _, fix in breaks._KNOWN) <= 100, "one line of a report"
 

@@ -22,15 +22,19 @@ from cgpass.telemetry.summaries import GraphSummary
 _HOST_READ: Final = op_tables.FIXES["host_read"]
 _OUTSIDE: Final = "call it outside of what is compiled"
 _BEHIND: Final = f"{_OUTSIDE}, or behind `if not torch.compiler.is_compiling():`"
+_BY_ITSELF: Final = "leave it: torch compiles the function called there by itself"
 _KNOWN: Final = (
     (r"Tensor\.backward\(\) call", "the backward is called", "leave it: it has its own graphs"),
     (r"`Optimizer\.zero_grad`", "gradients are cleared", "leave it: it launches little"),
-    (r"Tensor\.item\(\)|_local_scalar_dense", "the host reads a tensor's value", _HOST_READ),
-    (r"tolist\(\)", "the host reads a tensor's values", _HOST_READ),
+    (
+        r"Tensor\.item\(\)|_local_scalar_dense|tolist\(\)",
+        "the host reads a tensor's value",
+        _HOST_READ,
+    ),
     (
         r"generic_jump|Data-dependent branching",
         "a branch on a tensor's value",
-        "choose between both results on the device: torch.where, or torch.cond for more than that",
+        "choose on the device: torch.where, torch.cond; to check, assert torch.isfinite(x).all()",
     ),
     (r"builtin operator `(print)`|_(warnings\.warn)`", r"\1\2 can't be traced", _BEHIND),
     (r"logging\.Logger|[Ll]ogger", "a logger's method can't be traced", _BEHIND),
@@ -39,14 +43,11 @@ _KNOWN: Final = (
         "a module has full backward hooks",
         "compile the modules beside it, or hook tensors instead: tensor.register_hook(...)",
     ),
+    (r"optim/lr_scheduler\.py` should", "a scheduler wraps the optimizer's step", _BY_ITSELF),
     ("functorch tracing attempt", "it was called inside a transform", OTHER_FIXES["transform"]),
     ("Observed exception", "an exception is raised", "check and raise before what is compiled"),
     (r"torch\._dynamo\.graph_break\(\)", "torch._dynamo.graph_break() is called", "remove it"),
-    (
-        "comprehension_graph_break",
-        "a graph break in a comprehension",
-        "take what breaks the graph out of the comprehension",
-    ),
+    ("comprehension_graph_break", "a graph break in a comprehension", "take it out of there"),
     (
         r"builtin `([^`]+?)\.?`|builtin operator `([^`]+)`|that the function `([^`]+)`",
         r"\1\2\3 can't be traced",
@@ -61,6 +62,7 @@ _NO_HELP: Final = re.compile("an issue|caused by an earlier graph break|graph br
 """Hints that are none to users."""
 _LOOP: Final = "or loop over an nn.ModuleList in a forward of your own: torch does not compile its own containers by themselves"
 _OPERATOR: Final = re.compile(r"(?<=Operator )`(aten\.(\w+)\.\w+)`")
+_RANDOM: Final = re.compile(r"(?<!torch\.)\brandom\.\w+\(")
 _MODULES: Final = os.path.dirname(torch.nn.modules.__file__)
 _SENTENCE: Final = re.compile(r"\. (?=[A-Z])")  # "e.g. " ends none
 _LENGTH: Final = 160
@@ -103,6 +105,9 @@ def reason_of(text: str, line: str | None) -> Reason:
         if found := re.search(pattern, text):
             detail, fix = found.expand(cause), found.expand(remedy)
             break
+    if _RANDOM.search(line or "") and (fix == _HOST_READ or "branching" in text):
+        detail = "a random number of Python or NumPy is used"
+        fix = "draw it before, and pass it as a tensor; or use torch.rand"
     operator = _OPERATOR.search(text)
     if operator is not None and operator[2] in op_tables.OPERATOR_FIXES:
         detail = f"{operator[1]} reads data, or makes a size that depends on it"
@@ -135,7 +140,7 @@ def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
     if frame is not last:
         detail += f", in {library_file(last.filename)}:{last.lineno}"
         if "torch._dynamo.graph_break()" in text:
-            fix = "leave it: torch compiles the function called there by itself"
+            fix = _BY_ITSELF
         elif fix == _BEHIND or fix.startswith("Avoid "):  # the file is somebody else's
             fix = _OUTSIDE
     elif len(users) > 1:
@@ -144,10 +149,7 @@ def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
 
 
 def _left_by_torch(stack: Sequence[Any]) -> str | None:
-    """Name torch's own module between a graph's function and a break in what it called: it runs in eager.
-
-    Dynamo compiles functions of users by themselves where those that call them run in eager, but none of torch's.
-    """
+    """Name torch's own module between a graph's function and a break in what it called: Dynamo compiles none of these by itself."""
     between = os.path.join(_MODULES, "module.py")  # lies between any two modules
     frames = [each for each in stack if each.filename != between]
     for caller, frame in itertools.pairwise(frames):
