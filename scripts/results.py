@@ -15,6 +15,7 @@ import inspect
 import itertools
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -151,14 +152,15 @@ def readme_section(results: Results, where: str) -> str:
         '"limit" is one graph of the same kernels, captured by hand where that is possible. The same with `cgpass.train_step`, where by hand the '
         "optimizer is in the graph, too:\n"
     )
-    commits = {results[part]["meta"]["commit"] for part in results}
+    commits = Counter(data["meta"]["commit"] for data in results.values())
+    ((commit, _),) = commits.most_common(1)
     links = ", ".join(
         f"[{text}](docs/results/{part}-{where}.{'json' if 'failed' in results[part] else 'md'})"
-        + f" ({results[part]['meta']['commit']})" * (len(commits) > 1)
+        + f" ({results[part]['meta']['commit']})" * (results[part]["meta"]["commit"] != commit)
         for part, text in PARTS.items()
         if part in results
     )
-    of = f" of commit {commits.pop()}, {meta['time'].split()[0]}" if len(commits) == 1 else ""
+    of = f" of commit {commit}, {meta['time'].split()[0]}"
     blocks = [
         "<!-- --8<-- [start:measured] -->",
         on,

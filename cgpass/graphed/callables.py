@@ -100,7 +100,9 @@ class GraphedFunction:
         self._failed: dict[Key, str] = {}
         """Failures that may have been chance: the same once more is a refusal."""
         self._in_hook = False
-        self._settings, self._states = self._settings_now(), self._states_now()
+        self._settings = self._settings_now()
+        self._states: dict[str, torch.Generator] = {}
+        """States of the tracker that recordings draw from."""
         self.find_statics()
         if self.makes_weight_grads is not None:
             _splitting.add(self)
@@ -129,6 +131,7 @@ class GraphedFunction:
         """Take a recording."""
         known = self._pairs.get(pair.key, ())
         self._pairs[pair.key] = [*(each for each in known if not each.closed), pair]
+        self._states = self._states_now()
 
     # ---- a call
 
@@ -232,7 +235,7 @@ class GraphedFunction:
             return "a transform, a tracer or a dispatch mode is active, and would not see a replay"
         if self._settings_now() != self._settings:
             return "autocast, or the fork of its rng_tracker, is another than when it was recorded"
-        if self._states and not self._states.items() <= self._states_now().items():
+        if self._pairs and not self._states.items() <= self._states_now().items():
             return "states of its rng_tracker were replaced (reset() makes it record again)"
         if torch.is_grad_enabled() and not self.with_grad:
             return "it was recorded under torch.no_grad()"
@@ -341,7 +344,6 @@ class GraphedFunction:
     def _free(self) -> None:
         self._close_pairs()
         self._num_left = self.options.max_rerecords + 1
-        self._states = self._states_now()
         self._refused.clear()
         self._failed.clear()
         self._told.clear()

@@ -261,6 +261,7 @@ class Statics:
         self._entries = [(holder, key, holder.get(key, ...), said) for holder, key, said in entries]
         """Dictionaries, keys, what was there, and what a message calls it."""
         columns = [[entry[k] for entry in self._entries] for k in range(3)]
+        self._accumulate = bool(_accumulated(self.now()))
         sizes = array("q", [size for _, size, _ in self._sizes]).tobytes()
         self._compared = *columns, [holder for holder, _, _ in self._sizes], sizes
 
@@ -284,7 +285,9 @@ class Statics:
 
     def layouts(self, tensors: Sequence[torch.Tensor]) -> bytes:
         """Addresses and layouts of the tensors, and of what fused backwards add their gradients to."""
-        return fast.layouts([*tensors, *_accumulated(tensors)])
+        if self._accumulate:
+            tensors = [*tensors, *_accumulated(tensors)]
+        return fast.layouts(tensors)
 
     def distinct(self) -> list[torch.Tensor]:
         """The tensors as they are, each once."""

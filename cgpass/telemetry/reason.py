@@ -24,7 +24,7 @@ OTHER_FIXES: Final = {
     "no_native_code": "install g++ or clang++, or set CXX to a compiler; python -m cgpass build shows its output",
     "outer_capture": "leave it: your own graph captures it",
     "passing": "leave it, unless it keeps happening: a capture failed once",
-    "new_tensor": "write into it in place (copy_) instead of replacing it, unless modules share the code",
+    "new_tensor": "write into it in place (copy_; compute with a clone if the backward needs it), unless modules share the code",
     "new_shape": "pad inputs to a few sizes, and pass a number that changes as a 0-dim tensor on the device",
     "graph_break": "follow torch's hint in the report; TORCH_LOGS=graph_breaks shows more",
     "recompiled": "keep dtypes, sizes, Python values and modes (autocast, no_grad) the same in every call; a few of each "
@@ -156,7 +156,8 @@ def _new(code: str, name: str, line: str | None, count: int, calls: int) -> Reas
     if code == "new_tensor" and name.endswith(".grad"):
         fix = "keep gradients in place with zero_grad(set_to_none=False): backwards add to them"
     elif code == "new_shape" and (size := _SIZE.match(name)):
-        fix = _BATCHES if size[2] == "0" else f"pad dimension {size[2]} of {size[1]} to a few sizes"
+        is_batch = size[2] == "0" and not name.startswith("___stack")
+        fix = _BATCHES if is_batch else f"pad dimension {size[2]} of {size[1]} to a few sizes"
     return Reason(code, name, detail, fix, line)
 
 

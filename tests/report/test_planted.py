@@ -136,7 +136,7 @@ PLANTED = {
         moves,
         Moved.forward,
         "weight (32 B): moved, so each call that finds it at a new place copies it [moved]",
-        "write into it in place (copy_) instead of replacing it, unless modules share the code",
+        "write into it in place (copy_; compute with a clone if the backward needs it), unless modules share the code",
     ),
     "tiny graph": (
         lambda: calls(tiny, X),
@@ -178,7 +178,7 @@ PLANTED = {
         steps,
         steps,
         "1 recording: moved: self.param_groups[0]['params'][0] (float32[8]) [moved]",
-        "write into it in place (copy_) instead of replacing it, unless modules share the code",
+        "write into it in place (copy_; compute with a clone if the backward needs it), unless modules share the code",
     ),
     "graph break in a loop": (
         lambda: calls(loop, X),

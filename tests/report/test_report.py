@@ -162,7 +162,7 @@ def test_parameters_that_moved_at_one_line_are_one_finding():
     assert found.op.endswith(", layers.11.weight (2.0 KiB), and 2 more")
     assert (
         found.fix
-        == "write into it in place (copy_) instead of replacing it, unless modules share the code"
+        == "write into it in place (copy_; compute with a clone if the backward needs it), unless modules share the code"
     )
     assert "a.py:1 in f layers.0.weight" in joined(report)
     assert "reads 10 static inputs in place" in joined(report)
