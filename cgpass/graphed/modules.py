@@ -262,6 +262,7 @@ class Statics:
         """Dictionaries, keys, what was there, and what a message calls it."""
         columns = [[entry[k] for entry in self._entries] for k in range(3)]
         self._accumulate = bool(_accumulated(self.now()))
+        """True if addresses of `main_grad` count: it was there, or a backward added to one that came later."""
         sizes = array("q", [size for _, size, _ in self._sizes]).tobytes()
         self._compared = *columns, [holder for holder, _, _ in self._sizes], sizes
 
@@ -310,11 +311,13 @@ class Statics:
     @contextlib.contextmanager
     def accumulated_kept(self) -> Iterator[None]:
         """A block that adds to `main_grad` of parameters, which is then as it was."""
-        before = [(each, each.clone()) for each in _accumulated(self.distinct())]
+        found = _accumulated(self.distinct())
+        before = [(each, each.clone(), each._version) for each in found]
         try:
             yield
         finally:
-            for grad, value in before:
+            for grad, value, version in before:
+                self._accumulate |= grad._version != version  # kernels in C++ may not count
                 grad.copy_(value)
 
     def held(self) -> list[Any]:

@@ -99,6 +99,43 @@ def test_another_main_grad(setting):
     assert stats.plain_calls == 1
 
 
+class FusedLater(torch.autograd.Function):
+    """Adds to `main_grad` where there is one."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        if not hasattr(weight, "main_grad"):
+            return grad @ weight, grad.t() @ x
+        weight.main_grad.addmm_(grad.t(), x)
+        return grad @ weight, None
+
+
+class LinearLater(FusedLinear):
+    def forward(self, x):
+        return FusedLater.apply(x, self.weight)
+
+
+def test_a_main_grad_that_a_later_recording_adds_to(setting):
+    graphed, module, plain = graphed_twins(setting, LinearLater())
+    for number in range(5):
+        x = setting.randn(4, 8, grad=True)
+        if number == 1:
+            move(module, plain)
+        if number in (1, 3):
+            accumulate(module, plain, asks=False)
+        for fn in (graphed, plain):
+            fn(x).square().sum().backward()
+        same_grads(module, plain)
+    same(module.weight.main_grad, plain.weight.main_grad)
+    assert (graphed.graphed.stats.rerecordings, graphed.graphed.stats.plain_calls) == (2, 0)
+
+
 CHECKPOINTS = {
     "ours": cgpass.checkpoint,
     "torch's": functools.partial(torchs, use_reentrant=False),
