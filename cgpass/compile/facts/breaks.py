@@ -34,7 +34,7 @@ _KNOWN: Final = (
     (
         r"generic_jump|Data-dependent branching",
         "a branch on a tensor's value",
-        "use torch.where or torch.cond; to check: assert torch.isfinite(x).all(), with no f-string",
+        "use torch.where or torch.cond; to check: assert torch.isfinite(x).all(), 'fixed text'",
     ),
     (r"builtin operator `(print)`|_(warnings\.warn)`", r"\1\2 can't be traced", _BEHIND),
     (r"logging\.Logger|[Ll]ogger", "a logger's method can't be traced", _BEHIND),
@@ -62,7 +62,7 @@ _NO_HELP: Final = re.compile("an issue|caused by an earlier graph break|graph br
 """Hints that are none to users."""
 _LOOP: Final = "or loop over an nn.ModuleList in a forward of your own: torch does not compile its own containers by themselves"
 _OPERATOR: Final = re.compile(r"(?<=Operator )`(aten\.(\w+)\.\w+)`")
-_RANDOM: Final = re.compile(r"^(?!.*\.item\().*(?<!torch\.)\brandom\.\w+\(")
+_RANDOM: Final = re.compile(r"^(?!.*\.(?:item|tolist)\().*(?<!torch\.)\brandom\.\w+\(")
 _MODULES: Final = os.path.dirname(torch.nn.modules.__file__)
 _SENTENCE: Final = re.compile(r"\. (?=[A-Z])")  # "e.g. " ends none
 _LENGTH: Final = 160
@@ -105,7 +105,7 @@ def reason_of(text: str, line: str | None) -> Reason:
         if found := re.search(pattern, text):
             detail, fix = found.expand(cause), found.expand(remedy)
             break
-    if _RANDOM.search(line or "") and re.search(r"scalar_dense|branching|numpy function", text):
+    if _RANDOM.search(line or "") and re.search("dense|branching|jump|numpy function", text):
         detail = "a random number of Python or NumPy is used"
         fix = "draw it before, and pass it as a tensor; or use torch.rand"
     operator = _OPERATOR.search(text)
