@@ -32,7 +32,7 @@ from cgpass.recompute.states import CheckpointStates
 from cgpass.runtime import fast
 from cgpass.runtime.changes import mend, open_modes
 from cgpass.runtime.driver import is_capture_error
-from cgpass.runtime.inputs import Layout, shared_with_written
+from cgpass.runtime.inputs import Layout, overlaps_itself, shared_with_written
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recorder, Recording
 from cgpass.telemetry import progress
@@ -503,9 +503,11 @@ class Pair:
                 raise StaticInputMovedError(
                     f"{call.name}: parameters moved between a backward and its backward_dw(). Keep them where they are."
                 )
-            if recording is None or call.is_plain or not self._clears(recording):
+            if recording is None or call.is_plain:
                 outputs = self.graph.weight_grads(members)
             else:
+                is_safe = self._clears(recording)
+                assert is_safe  # it has a pool of its own, and lies on what its backward consumed
                 outputs = self._replay(recording, members)
             for parameter, grad in zip(members, outputs, strict=True):
                 if grad is not None:
@@ -572,9 +574,11 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     storage, size = a.untyped_storage(), a.dtype.itemsize
     if storage._cdata != b.untyped_storage()._cdata:
         return False
-    places = torch.arange(storage.nbytes() // size, device="cpu")
-    each = (places.as_strided(t.size(), t.stride(), t.storage_offset()).flatten() for t in (a, b))
-    return b.dtype.itemsize != size or bool(torch.isin(*each).any())
+    if b.dtype.itemsize != size or overlaps_itself(a):
+        return True
+    marks = torch.zeros(storage.nbytes() // size, dtype=torch.bool, device="cpu")
+    marks.as_strided(a.size(), a.stride(), a.storage_offset()).fill_(True)
+    return bool(marks.as_strided(b.size(), b.stride(), b.storage_offset()).any())
 
 
 # ---- captures that fail

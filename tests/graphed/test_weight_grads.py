@@ -47,6 +47,28 @@ class Split(torch.nn.Module):
         self.weight.grad = made if self.weight.grad is None else self.weight.grad + made
 
 
+class Later(Split):
+    """Its input is made inside, and saved for longer than the backward."""
+
+    def forward(self, x):
+        return super().forward(x.cos())
+
+
+def test_a_retained_graph_whose_saved_tensors_stay(setting):
+    module, plain = twins(setting, Later())
+    plain.split = False
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    for _ in range(2):
+        x = setting.randn(4, 8)
+        found, expected = graphed(x), plain(x)
+        for retain in (True, False):
+            found.square().sum().backward(retain_graph=retain)
+            graphed.backward_dw()
+            expected.square().sum().backward(retain_graph=retain)
+        same_grads(module, plain)
+    assert graphed.graphed.stats.plain_calls == 0
+
+
 def test_a_backward_that_ran_plainly_is_the_modules_own(setting):
     graphed, module, plain = graphed_twins(setting, Split(), grad=False)
     graphed.close()
