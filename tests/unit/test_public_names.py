@@ -3,10 +3,14 @@
 import importlib
 import importlib.metadata
 import os
+import runpy
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
 
 import cgpass
 
@@ -51,3 +55,29 @@ def test_errors_derive_from_one_base_and_a_builtin():
             base, builtin = each.__bases__
             assert base is cgpass.errors.CGPassError
             assert builtin.__module__ == "builtins"
+
+
+@pytest.mark.parametrize(
+    ("origin", "source"),
+    [
+        ("https://github.com/some/one.git", "https://github.com/some/one"),
+        ("https://user:secret@gitlab.com/a/b/one", "https://gitlab.com/a/b/one"),
+        ("git@codeberg.org:some/one.git", "https://codeberg.org/some/one"),
+        ("https://git.inside.example/some/one.git", None),
+        ("/srv/github.com/one", None),
+        (None, None),
+    ],
+)
+def test_the_metadata_names_the_public_place_of_a_clone(tmp_path, monkeypatch, origin, source):
+    hooks = ModuleType("hatchling.metadata.plugin.interface")
+    hooks.MetadataHookInterface = SimpleNamespace
+    monkeypatch.setitem(sys.modules, hooks.__name__, hooks)
+    built = runpy.run_path(str(ROOT / "hatch_build.py"))
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    if origin is not None:
+        subprocess.run(["git", "-C", tmp_path, "remote", "add", "origin", origin], check=True)
+    metadata = {}
+    built["ProjectURLs"](root=str(tmp_path)).update(metadata)
+    wanted = {} if source is None else {"Source": source, "Issues": f"{source}/issues"}
+    assert metadata == {"urls": wanted}
+    assert PROJECT["dynamic"] == ["urls"]
