@@ -187,10 +187,12 @@ def _record(
         with prepared(options, owner.driver.device), owner.lock:
             pairs = [Pair(each, owner, each.binding.flags, in_order=True) for each in functions]
             run_hook(options.warmup_hooks, "pre_warmup")
-            for is_forward, number in steps:
-                if is_forward:
-                    pairs[number].warm_up(options.num_warmup_iters)
-            run_hook(options.warmup_hooks, "post_warmup")
+            try:
+                for is_forward, number in steps:
+                    if is_forward:
+                        pairs[number].warm_up(options.num_warmup_iters)
+            finally:
+                run_hook(options.warmup_hooks, "post_warmup")
             for is_forward, number in steps:
                 if is_forward:
                     pairs[number].record_forward()

@@ -232,7 +232,9 @@ class GraphedFunction:
     def _why_plain(self) -> str | None:
         """Say why settings and modules, as they are, forbid a replay; None if they don't."""
         if _is_watched():
-            return "a transform, a tracer or a dispatch mode is active, and would not see a replay"
+            return (
+                "a transform, a tracer or a mode of torch's is active, and would not see a replay"
+            )
         if self._settings_now() != self._settings:
             return "autocast, or the fork of its rng_tracker, is another than when it was recorded"
         if self._pairs and not self._states.items() <= self._states_now().items():
@@ -397,6 +399,7 @@ def _is_watched() -> bool:
         torch_private.in_functorch()
         or torch_private.in_forward_ad()
         or torch_private.num_dispatch_modes()
+        or torch_private.has_function_modes()
         or torch_private.is_jit_traced()
         or torch_private.uses_compiled_autograd()
     )

@@ -33,7 +33,7 @@ from cgpass.graphed.binding import like_leaf
 from cgpass.graphed.modules import ACCUMULATED, Statics
 from cgpass.recompute.checkpointed import Checkpoint
 from cgpass.runtime.changes import Mode
-from cgpass.runtime.inputs import layout_of
+from cgpass.runtime.inputs import check_tensor, layout_of
 from cgpass.runtime.writes import has_place
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ class Differentiated:
         """Results of the callable, until `separate`."""
         self.with_grad: list[int] = []
         """Results that have a gradient."""
+        self.given_back: list[int] = []
+        """Results that are an argument, a parameter or a buffer themselves."""
         self.read: set[int] = set()
         """Of `leaves`, parameters and buffers that the graph saved as they are."""
         self._reached: set[int] = set()
@@ -101,12 +103,16 @@ class Differentiated:
             self.result = d.ungraphed(*given, **kwargs)
             tensors = filter(torch.is_tensor, pytree.tree_leaves(self.result))
             outputs = list({id(t): t for t in tensors}.values())
+            for out in outputs:
+                check_tensor(f"{d.name}: a result", out, out.device)
             results = [out.detach() for out in outputs]
             edge = torch.autograd.graph.get_gradient_edge
             # while stand-ins have their sizes: one may be a result
             edges = [edge(out) if d.with_grad and out.requires_grad else None for out in outputs]
             self._refuse_own_gradients("when it runs")
         self.with_grad = [i for i, each in enumerate(edges) if each is not None]
+        known = _positions(self.leaves)
+        self.given_back = [i for i, out in enumerate(outputs) if id(out) in known]
         self._edges = [edges[i] for i in self.with_grad]
         for i, leaf in enumerate(self.leaves[:end]):
             if self._warms_up and _loses_data(leaf, places[i]):

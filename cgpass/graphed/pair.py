@@ -176,12 +176,12 @@ class Pair:
         self._end_saved = len(saved)
         self._end_members = len(saved) + len(members)
         if not warms_up:
-            self._sort(len(results), saved)
+            self._sort(len(results), saved, members)
             for i, view in zip(self._views, self._views_of(members), strict=True):
                 saved[i] = view
         d.run_hook("forward", *arguments, self.structure.build(results))
 
-    def _sort(self, first: int, saved: Sequence[Any]) -> None:
+    def _sort(self, first: int, saved: Sequence[Any], members: Sequence[torch.Tensor]) -> None:
         """Derive the work of each call from what was recorded, while parameters and buffers are where they were read."""
         forward, graph, inputs = self.forward, self.graph, self.description.binding.samples
         end = self._num_inputs = len(inputs)
@@ -194,6 +194,12 @@ class Pair:
         """Takes each parameter and buffer once."""
         forward.hand_out(first)
         self._written = [i for i in sorted(forward.written) if i < end]
+        self._written_at = {
+            members[i - end].untyped_storage().data_ptr()
+            for i in forward.written
+            if end <= i < end + len(members)
+        }
+        """Where the parameters and buffers lie that it writes."""
         shown = {n: alias for n, alias in forward.views.items() if n < first}
         self._given = [(n, shown[n].index) for n in shown if n in graph.with_grad]
         number_of, tensors = forward.own, forward.memory.tensors
@@ -203,7 +209,9 @@ class Pair:
         ]
         """Results that share elements with another one."""
         self._cut_off = [
-            n for n in shown if n not in graph.with_grad and self.description.with_grad
+            n
+            for n in shown
+            if n not in (*graph.with_grad, *graph.given_back) and self.description.with_grad
         ]
         """Results that may be an argument or a member, but without its history."""
         seen = {a.index for a in shown.values() if a.index < end}.union(self._written)
@@ -344,9 +352,13 @@ class Pair:
 
     def why_not(self, args: Sequence[torch.Tensor]) -> str | None:
         """Say why a replay can't take these arguments and members; None if it can."""
-        if not (self._strides or self._written):
+        if not (self._strides or self._written or self._written_at):
             return None
         names = self.description.binding.names
+        if self._written_at:
+            for name, arg in zip(names, args, strict=False):
+                if arg.numel() and arg.untyped_storage().data_ptr() in self._written_at:
+                    return f"{name} shares memory with a buffer that it writes (pass a clone, or read the buffer itself)"
         for i, stride in self._strides:
             if args[i].stride() != stride or args[i].is_conj() or args[i].is_neg():
                 return f"{names[i]}, which it writes or returns, has another memory layout than the sample"

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from tests.graphed.steps import same, same_grads
+from tests.graphed.steps import same, same_grads, twins
 
 
 def complex_randn(setting, *shape):
@@ -119,20 +119,42 @@ def test_a_written_argument_that_shares_memory(setting, shift, caplog):
     assert graphed.stats.plain_calls == 1
 
 
-def test_a_written_argument_that_is_a_buffer(setting):
-    class Adds(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("total", torch.zeros(3))
+class Sums(torch.nn.Module):
+    """Adds to a buffer or to an argument, and reads the other one."""
 
-        def forward(self, into):
-            into.add_(1)
-            return self.total * 2
+    def __init__(self, writes_buffer):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(3))
+        self.writes_buffer = writes_buffer
 
-    module = setting.module(Adds())
-    graphed = setting.graphed(module, (torch.zeros(3, device=setting.device),))
-    same(graphed(module.total), torch.full((3,), 2.0, device=setting.device))
-    assert graphed.graphed.stats.plain_calls == 1
+    def forward(self, given):
+        written, read = (self.total, given) if self.writes_buffer else (given, self.total)
+        written.add_(1)
+        return read * 2
+
+
+@pytest.mark.parametrize("writes_buffer", [True, False])
+def test_an_argument_that_is_or_views_a_buffer(setting, writes_buffer, caplog):
+    """As a module's own state that is fed back, or a window of its cache: the write reaches the other one."""
+    module, plain = twins(setting, Sums(writes_buffer))
+    graphed = setting.graphed(module, (setting.randn(3),))
+    for way in (lambda net: net.total, lambda net: net.total[:], lambda net: net.total.clone()):
+        same(graphed(way(module)), plain(way(plain)))
+    assert graphed.graphed.stats.plain_calls == 2
+    assert "shares memory with" in caplog.text
+
+
+def test_an_argument_returned_under_no_grad_is_that_argument(setting):
+    def fn(x, y):
+        return x, x.detach(), x * y
+
+    graphed = setting.graphed(fn, (setting.randn(3), setting.randn(3, grad=True)))
+    x = setting.randn(3, grad=True)
+    with torch.no_grad():
+        same_one, detached, _ = graphed(x, x * 2)
+    assert same_one is x
+    assert not detached.requires_grad
+    assert graphed.stats.replays == 1
 
 
 class Attends(torch.nn.Module):

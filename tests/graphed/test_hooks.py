@@ -82,6 +82,9 @@ def test_warmup_hooks_once_for_all(setting):
         modules, samples, warmup_hooks=hooks, capture_time_hooks=[log.hooks(), log.hooks()]
     )
     assert seen == [0, 2 * 3 * 4]
+    with pytest.raises(ZeroDivisionError):
+        setting.graphed(lambda x: x / (1 // 0), samples[0], warmup_hooks=hooks)
+    assert len(seen) == 4  # what the first one set up is undone
 
 
 @pytest.mark.parametrize("name", ITERATION)

@@ -61,6 +61,8 @@ def test_results_that_hide_tensors_are_refused(setting, nested):
         match=r"returns a Unknown that is new in each run and not a pytree node",
     ):
         setting.graphed(lambda x: wrapped(x * 2), (x,))
+    with pytest.raises(cgpass.errors.InputError, match="a result is a Tagged: a recording takes"):
+        setting.graphed(lambda x: (x * 2).as_subclass(type("Tagged", (torch.Tensor,), {})), (x,))
     other = Unknown(3)
     graphed = setting.graphed(lambda x, other: (x * 2, other), (x, other))
     assert graphed(x, other)[1] is other

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.graphed.steps import check, graphed_twins, net, same, same_grads, twins
@@ -12,6 +13,14 @@ from tests.graphed.steps import check, graphed_twins, net, same, same_grads, twi
 def jvp_of(fn, x, tangent):
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(fn(forward_ad.make_dual(x, tangent))).tangent
+
+
+class Doubles(TorchFunctionMode):
+    """Doubles what linear layers return, as fake quantisation changes it."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        factor = 2 if func is torch.nn.functional.linear else 1
+        return func(*args, **(kwargs or {})) * factor
 
 
 @pytest.mark.parametrize(
@@ -53,7 +62,13 @@ def test_dispatch_modes(setting, caplog):
             fn(x)
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0
-    assert "a dispatch mode is active, and would not see a replay" in caplog.text
+    assert "a mode of torch's is active, and would not see a replay" in caplog.text
+    assert graphed.graphed.stats.replays == 0
+    with Doubles():
+        same(graphed(x), plain(x))
+    with torch.device(setting.device):  # a mode of functions, too
+        same(graphed(x), plain(x))
+    assert graphed.graphed.stats.replays == 1
     doubled = setting.graphed(lambda x: x * 2, (x,))
     same(make_fx(doubled)(x)(x + 1), (x + 1) * 2)
 
