@@ -3,7 +3,6 @@
 import importlib.metadata
 import importlib.util
 import os
-import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -62,10 +61,12 @@ def _torch() -> Iterator[Finding]:
 
 
 def _compiler() -> Iterator[Finding]:
-    found = shlex.split(os.environ.get("CXX", ""))[:1] or ["c++", "g++", "clang++"]
-    path = next(filter(None, map(shutil.which, found)), None)
-    fix = "" if path else "Install g++ or clang++, or set CXX to a compiler"
-    yield "C++ compiler", path or f"none of {', '.join(found)}", fix
+    try:
+        name = native.compiler()[0]
+        path = shutil.which(name)
+        yield "C++ compiler", path or f"there is no {name}", "" if path else native.ANOTHER
+    except native.BuildError as error:
+        yield "C++ compiler", str(error), error.fix
     lacks = importlib.util.find_spec("triton") is None
     fix = "Install triton, or use compiler='eager'" if lacks and torch.cuda.is_available() else ""
     yield "triton", "not installed" if lacks else "installed", fix

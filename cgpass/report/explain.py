@@ -140,26 +140,27 @@ def _call(run: Callable[[], Any], training: bool, tensors: Sequence[torch.Tensor
     """Make one call with its backward, unless it ran that itself, and leave no gradients."""
     with torch.set_grad_enabled(training):
         result = run()
-        outputs = _differentiated(result) if training else []
+        ends = _differentiated(result) if training else []
+    del result  # or a replay of the backward would have to move it
     known = [each for each in tensors if each.is_leaf]  # by now some may have a history
-    if outputs and all(each.grad is None for each in known):
-        _backward(outputs, [each for each in tensors if not each.is_leaf and each.requires_grad])
+    if ends and all(each.grad is None for each in known):
+        _backward(ends, [each for each in tensors if not each.is_leaf and each.requires_grad])
     for each in known:
         each.grad = None
 
 
-def _backward(outputs: Sequence[torch.Tensor], made: list[torch.Tensor]) -> None:
+def _backward(ends: Sequence[tuple[Any, torch.Tensor]], made: list[torch.Tensor]) -> None:
     """Run a backward that ends at arguments that something made, and adds to nobody's gradients."""
-    ones = [torch.ones_like(output) for output in outputs]
-    leaves = _leaves_before(outputs, {each.grad_fn for each in made})
+    edges, ones = zip(*ends, strict=True)
+    leaves = _leaves_before(edges, {each.grad_fn for each in made})
     grads = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
     try:
         if made:
-            torch.autograd.grad(outputs, made + leaves, ones, allow_unused=True)
+            torch.autograd.grad(edges, made + leaves, ones, allow_unused=True)
         else:
-            torch.autograd.backward(outputs, ones)
+            torch.autograd.backward(edges, ones)
     except RuntimeError as error:
         if _GRAPH_IS_GONE not in str(error):
             raise
@@ -168,10 +169,10 @@ def _backward(outputs: Sequence[torch.Tensor], made: list[torch.Tensor]) -> None
             leaf.grad = grad
 
 
-def _leaves_before(outputs: Sequence[torch.Tensor], ends: set[Any]) -> list[torch.Tensor]:
+def _leaves_before(edges: Sequence[Any], ends: set[Any]) -> list[torch.Tensor]:
     """List the leaves of a graph that are reached without passing some nodes."""
     found, seen = list[torch.Tensor](), {None, *ends}
-    nodes: list[Any] = [each.grad_fn for each in outputs]
+    nodes: list[Any] = [each.node for each in edges]
     for node in nodes:
         if node not in seen:
             seen.add(node)
@@ -180,15 +181,16 @@ def _leaves_before(outputs: Sequence[torch.Tensor], ends: set[Any]) -> list[torc
     return found
 
 
-def _differentiated(result: Any) -> list[torch.Tensor]:
-    """Choose where a backward begins: at the loss of a model's output, else at whatever requires grad."""
+def _differentiated(result: Any) -> list[tuple[Any, torch.Tensor]]:
+    """Choose where a backward begins: at the loss of a model's output, else at whatever requires grad; with ones for each."""
     loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
-        return [loss]
+        result = loss
     if dataclasses.is_dataclass(result) and not isinstance(result, type):
         result = [getattr(result, each.name, None) for each in dataclasses.fields(result)]
-    leaves = pytree.tree_leaves(result)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    found = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
+    edge = torch.autograd.graph.get_gradient_edge
+    return [(edge(each), torch.ones_like(each)) for each in found if each.requires_grad]
 
 
 # ---- what is restored

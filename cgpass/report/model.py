@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from cgpass.telemetry.reason import Reason
+from cgpass.telemetry.reason import Reason, launches_work
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, RecordingNote
 
 
@@ -55,11 +55,12 @@ class GraphReport(GraphSummary):
 
     @property
     def work(self) -> tuple[int, int]:
-        """Operators that CUDA graphs ran, and all that ran, but for warm-ups."""
+        """Operators that CUDA graphs ran, and all that ran, but for warm-ups and what launches nothing."""
         if self.skip is not None:
-            return 0, self.calls * self.num_ops
+            return 0, self.calls * self.num_ops * launches_work(self.why)
         done = sum(part.replays * part.num_ops for part in self.partitions)
-        return done, sum(part.calls * part.num_ops for part in self.partitions)
+        worked = [part for part in self.partitions if part.captured or launches_work(part.reasons)]
+        return done, sum(part.calls * part.num_ops for part in worked)
 
 
 @dataclass(kw_only=True)
@@ -85,6 +86,8 @@ class Facts:
     """Reasons for compiling functions once more meanwhile."""
     others: tuple[str, ...] = ()
     """Whole training steps and callables graphed by hand that ran, a few lines each."""
+    others_why: tuple[Reason, ...] = ()
+    """Causes for their calls in pieces or without a graph, and for further recordings."""
     whole_steps: int = 0
     """Calls of training steps that were one graph."""
     steps: int = 0

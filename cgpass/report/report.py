@@ -163,6 +163,7 @@ def _figures(report: Report) -> dict[str, str]:
         "native code": report.native or "-",
         "device time inside graphs": share(report.graphs_ms or 0, report.device_ms or 0),
         "operators in graphs": share(*report.work),
+        "operators of graphs": str(sum(graph.num_ops for graph in report.graphs)),
         "boundaries": str(report.boundaries),
         "training steps in one graph": f"{report.whole_steps} of {report.steps}",
         "a call with graphs": milliseconds(report.ms),

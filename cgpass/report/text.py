@@ -9,7 +9,7 @@ from typing import Final
 
 from cgpass.report.model import Facts, GraphReport, PartitionReport
 from cgpass.runtime.inputs import listed
-from cgpass.telemetry.reason import OTHER_FIXES, Reason, many
+from cgpass.telemetry.reason import DROP, OTHER_FIXES, MORE_FIXES, Reason, many
 
 WIDTH: Final = 100
 _LISTED: Final = 12
@@ -21,10 +21,8 @@ NOTHING: Final = (
     "under torch.compiler.disable, is a container of torch's own (nn.Sequential) inside DistributedDataParallel or FSDP, or "
     "torch.compile gave up on it earlier in this process (torch.compiler.reset() makes it try again)."
 )
+UNCOUNTED: Final = "what runs in eager at a graph break, or is left to it, is not counted; compiled functions that it calls are"
 EARLIER: Final = "noted before this report: "
-_DROP: Final = (
-    "drop results, and call zero_grad(), before the next call; if you need them, leave it"
-)
 
 
 # ---- numbers
@@ -82,8 +80,8 @@ def headline(report: Facts) -> str:
         )
     elif report.graphs and not (report.left_to_eager or report.others):
         inside = "only warm-up calls ran: call it more often"
-        if not any(graph.num_ops for graph in report.graphs):
-            inside = "there was nothing to record: what was compiled has no operators"
+        if not any(part.captured for part in report.partitions):
+            inside = "there was nothing to record: what was compiled launches no work"
     elif report.graph_breaks or report.left_to_eager:
         inside = "nothing ran in graphs"
     elif report.others:
@@ -146,6 +144,7 @@ def _found(report: Facts) -> Iterator[tuple[float, Reason]]:
         if reason.rest is not None:
             where = f"{reason.rest} runs in eager{f' because of {where}' if where else ''}"
         yield math.inf, replace(reason, line=where, detail=detail)
+    yield from ((math.inf, reason) for reason in report.others_why)
     for graph in report.graphs:
         weight = graph.calls * graph.num_ops
         yield from ((weight, replace(r, line=r.line or graph.name)) for r in graph.why)
@@ -172,26 +171,16 @@ def events(where: str, part: PartitionReport) -> Iterator[tuple[float, Reason]]:
         kind = "more recording" if count < part.counts.get("recordings", 0) else "recording"
         details = list(dict.fromkeys(note.detail for note in reversed(notes)))
         more = f"{least}{many(count, kind)}: {listed(details, 3)}"
-        yield count, _at(notes[-1].line, where, cause, more, _CAUSES.get(cause, _DROP))
+        yield count, _at(notes[-1].line, where, cause, more, MORE_FIXES[cause])
     if rescues := part.counts.get("rescues", 0):
         copied = size(part.counts.get("rescued_bytes", 0))
         held = f"outputs still referenced were copied {many(rescues, 'time')} ({copied})"
-        yield 0, _at(part.returned_at, where, "rescues", held, _DROP)  # cheap beside a recording
+        yield 0, _at(part.returned_at, where, "rescues", held, DROP)  # cheap beside a recording
 
 
 def _at(line: str | None, where: str, code: str, detail: str, fix: str) -> Reason:
     """A reason at the user's line, if that is known, that names the partition, too."""
     return Reason(code, "", f"{where}: {detail}" if line else detail, fix, line or where)
-
-
-_CAUSES: Final = {
-    "shape": OTHER_FIXES["new_shape"],
-    "moved": OTHER_FIXES["new_tensor"],
-    "other tensors": "leave it if several modules share code; otherwise write into tensors in place (copy_)",
-    "memory": "leave it, unless it keeps happening",
-    "anew": "leave it, unless it keeps happening",
-}
-"""Remedies for one more recording, by its cause."""
 
 
 def what(reason: Reason) -> str:
@@ -237,29 +226,16 @@ def costs(report: Facts) -> list[str]:
         lines += wrapped(f"Do: {each.fix}", 5) if each.fix else []
     if (more := len(found) - _LISTED) > 0:
         lines += wrapped(f"and {more} more; report.save('report.json') keeps all", 2)
-    return lines + [row for each in uncounted(report) for row in wrapped(each, 2)]
-
-
-def uncounted(report: Facts) -> Iterator[str]:
-    """Name the code whose operators are not counted, if any."""
-    if report.left_to_eager:
-        yield "code left to eager is not counted; functions of yours that it calls are"
-    elif report.graph_breaks:
-        yield "code at graph breaks, outside of compiled functions, is not counted"
+    return lines + (wrapped(UNCOUNTED, 2) if report.graph_breaks or report.left_to_eager else [])
 
 
 def by_function(graphs: Iterable[GraphReport]) -> Iterator[tuple[str, list[GraphReport]]]:
-    """Yield graphs by the function that they belong to, and where that begins; compilations that are alike are one."""
+    """Yield graphs by the compiled function that they belong to, and where that begins."""
     functions: dict[int | None, list[GraphReport]] = {}
     for graph in graphs:
-        functions.setdefault(graph.function, []).append(replace(graph, function=None))
-    alike: dict[str, list[list[GraphReport]]] = {}
+        functions.setdefault(graph.function, []).append(graph)
     for each in functions.values():
-        alike.setdefault(repr(each), []).append(each)
-    for same in alike.values():
-        place = same[0][0].place or "a function whose line is unknown"
-        times = f", compiled {len(same)} times, each time as follows" if len(same) > 1 else ""
-        yield f"{place}{times}", same[0]
+        yield each[0].place or "a function whose line is unknown", each
 
 
 def head(graph: GraphReport) -> str:

@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 SOURCE: Final = Path(__file__).with_name("_native.cpp")
 _ELSEWHERE: Final = "Set XDG_CACHE_HOME to a folder that can be written"
 _INSTALL: Final = "Install g++ or clang++, or set CXX to a compiler"
-_ANOTHER: Final = "Set CXX to another compiler, or install g++ or clang++"
+ANOTHER: Final = "Set CXX to another compiler, or install g++ or clang++"
 
 
 class BuildError(Exception):
@@ -187,20 +187,28 @@ def _compile(made: Path) -> None:
         lines = run.stdout.splitlines()
         first = next((line for line in lines if "error" in line), lines[0] if lines else "")
         why = f"{command[0]} failed with status {run.returncode}: {first}".removesuffix(": ")
-        raise BuildError(why, _ANOTHER, run.stdout)
+        raise BuildError(why, ANOTHER, run.stdout)
+
+
+def compiler() -> list[str]:
+    """Return the command that compiles C++.
+
+    Raises:
+        BuildError: There is none.
+    """
+    command = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+    if command is None:
+        raise BuildError("no C++ compiler was found (c++, g++, clang++)", _INSTALL)
+    try:
+        return shlex.split(command)
+    except ValueError as error:
+        raise BuildError(f"CXX is no command, but {command!r}: {error}", ANOTHER) from error
 
 
 def _command(made: Path) -> list[str]:
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
-    if compiler is None:
-        raise BuildError("no C++ compiler was found (c++, g++, clang++)", _INSTALL)
-    try:
-        words = shlex.split(compiler)
-    except ValueError as error:
-        raise BuildError(f"CXX is no command, but {compiler!r}: {error}", _ANOTHER) from error
     root = Path(torch.__file__).parent
     return [
-        *words,
+        *compiler(),
         *("-std=c++20", "-O2", "-DNDEBUG", "-w", "-fPIC", "-shared", "-fvisibility=hidden"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-I{root / 'include'}",

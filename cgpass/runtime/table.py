@@ -16,7 +16,7 @@ Cause = tuple[str, str, str | None]
 """See `RecordingNote`: code, words, and the user's line."""
 LAID_OUT_ANEW: Final = (
     "anew",
-    "the memory layout changed, for a larger call or for gradients that are kept",
+    "memory was laid out anew, for a larger call, gradients that are kept, or calls of a second thread",
     None,
 )
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from cgpass.telemetry.reason import CallReasons, Noted, many
+from cgpass.telemetry.reason import MORE_FIXES, CallReasons, Noted, many
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, RecordingNote
 
 FIRST_CALL: Final = "the first call of a variant"
@@ -109,7 +109,8 @@ class Variant(PartitionRun):
 
     def explain(self) -> str:
         """Describe its calls, and its graph's inputs."""
-        stats, again = self.stats, Counter(n.detail for n in self.notes if n.cause != "first")
+        stats, notes = self.stats, [note for note in self.notes if note.cause != "first"]
+        again = Counter(f"{note.detail}; {MORE_FIXES[note.cause]}" for note in notes)
         about = (
             f"{'one graph' if self.is_one else 'a graph of the update'}, recorded {many(stats.recordings, 'time')} and "
             f"replayed {many(stats.replays, 'time')}: {self.reads}"
@@ -137,7 +138,7 @@ class StepCalls:
     def counted(self) -> dict[str, int]:
         """Return the counts of whole steps, all calls, and `later` ones."""
         totals = sum((Counter(counts_of(v.stats)) for v in self.variants if v.is_one), Counter())
-        return dict(totals) | {"calls": self.calls, "later": self.later_calls}
+        return {**totals, **self.in_pieces, "calls": self.calls, "later": self.later_calls}
 
     def explain(self) -> str:
         """Describe its calls, a line each."""
@@ -278,7 +279,8 @@ def now() -> Moment:
     }
     calls = {graph: graph.tally.calls for graph in graphs()}
     others = {each: each.counted() for each in registry.counts if isinstance(each, StepCalls)}
-    others |= {each: counts_of(each) for each in registry.counts if isinstance(each, ByHand)}
+    by_hand = [each for each in registry.counts if isinstance(each, ByHand)]
+    others |= {each: {**counts_of(each), **each.why} for each in by_hand}
     return Moment(counters(), calls, parts, others)
 
 

@@ -2,12 +2,14 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 CHOSEN: Final = frozenset({"too_small", "no_work", "lifted", "cpu_number", "effect_token"})
 """Codes of what nobody wants captured: it is not worth it, or nothing of it runs on the device."""
+
+_NO_WORK: Final = CHOSEN - {"too_small"}
 
 OTHER_FIXES: Final = {
     "too_small": "leave it: it launches little work; or lower min_partition_ops to the number of its operators",
@@ -36,6 +38,16 @@ OTHER_FIXES: Final = {
 OTHER_OPTIONS: Final = "compile it once, for one backend and with one set of options, or call torch.compiler.reset() before you change them"
 """The remedy where other options had a function compiled once more."""
 OTHER_FROZEN: Final = "call torch.compiler.reset() after you freeze or unfreeze layers for good"
+
+DROP: Final = "drop results before their backward and the next call, and call zero_grad() before that; or leave it"
+MORE_FIXES: Final = {
+    "shape": OTHER_FIXES["new_shape"],
+    "moved": OTHER_FIXES["new_tensor"],
+    "held": DROP,
+    "other tensors": "leave it if several modules share code; otherwise write into tensors in place (copy_)",
+    **dict.fromkeys(("memory", "anew"), "leave it, unless it keeps happening"),
+}
+"""Remedies for one more recording, by its cause."""
 
 _SIZE: Final = re.compile(r"^(.+)\.size\((\d+)\)$")
 """The size of a dimension, by the name of the input."""
@@ -82,6 +94,11 @@ class Reason:
             about = f"left to eager: {self.rest}{because}: "
         more = f" (and {self.count - 1} more)" if self.count > 1 else ""
         return f"{about.lstrip()}{self.detail} [{self.code}]; {self.fix}{more}"
+
+
+def launches_work(why: Sequence[Reason]) -> bool:
+    """Tell whether what runs without a graph for some reasons has work for the device."""
+    return not why or any(each.code not in _NO_WORK for each in why)
 
 
 _FEW: Final = 4

@@ -47,7 +47,7 @@ def why_not_recordable(optimizers: Sequence[torch.optim.Optimizer], scaler: Any)
     for each in optimizers:
         if not getattr(each, "_step_supports_amp_scaling", False):
             name = type(each).__name__
-            return f"the scaler asks the device whether {name} may step: make it with fused=True"
+            return f"the scaler asks the device whether {name} may step; make it with fused=True"
     return None
 
 
@@ -57,12 +57,12 @@ def _why_not_recordable(optimizer: torch.optim.Optimizer, group: Mapping[str, An
     if getattr(torch.optim, name, None) is not cls:
         return f"{name} is not one of torch.optim's own optimizers"
     if "capturable" not in group and not isinstance(optimizer, _FUSED):
-        return f"{name} can't be captured; AdamW(fused=True) or SGD(fused=True) can"
+        return f"{name} can't be captured; use AdamW(fused=True) or SGD(fused=True)"
     if not (_is_torchs(optimizer.step) and _is_torchs(optimizer.zero_grad)):
         return f"step or zero_grad of {name} was replaced"
     if not (group.get("fused") or group.get("capturable")):
         fix = "fused" if "fused" in group else "capturable"
-        return f"no graph can hold step() of this {name}: make it with {fix}=True"
+        return f"no graph can hold step() of this {name}; make it with {fix}=True"
     if group.get("differentiable") or (group.get("fused") and group.get("foreach")):
         return f"{name} has flags that fused=True excludes: foreach or differentiable"
     return None
