@@ -1,13 +1,22 @@
-"""Reports made by hand."""
+"""Reports of a few calls, and those made by hand."""
 
 from dataclasses import replace
 
+import cgpass
 from cgpass.report.model import CopiedInput, GraphReport, PartitionReport
 from cgpass.report.report import Report
 from cgpass.telemetry.reason import Reason
 from cgpass.telemetry.summaries import RecordingNote
 
 READ = "keep the value on the device (torch.where, tensor arithmetic) instead of item()"
+
+
+def watched(call, *inputs):
+    """The report of a block that makes a call with each input."""
+    with cgpass.explain() as report:
+        for each in inputs:
+            call(each)
+    return report
 
 
 def joined(text):

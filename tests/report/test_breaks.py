@@ -21,7 +21,7 @@ from cgpass.report.model import GraphReport, PartitionReport
 from cgpass.report.report import Report
 from cgpass.report.text import findings
 from cgpass.telemetry.reason import OTHER_FIXES, OTHER_FROZEN, Reason
-from tests.report.samples import joined
+from tests.report.samples import joined, watched
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
 HINT = ". Guard failed on a parameter, consider using torch._dynamo.config.force_parameter_static_shapes = False"
@@ -269,9 +269,7 @@ def test_a_break_is_none_of_another_forward_in_its_file():
     breaks_(X)
     fine(X)
     for call, count in ((fine, 0), (breaks_, 1)):
-        with cgpass.explain() as report:
-            call(X)
-        assert len(report.graph_breaks) == count
+        assert len(watched(call, X).graph_breaks) == count
 
 
 def test_breaks_of_other_backends_and_of_libraries_are_not_ours():
@@ -365,8 +363,7 @@ def clips(x):
 
 
 def test_a_break_in_a_file_of_torchs_that_gives_up_a_function_is_told_once_by_the_users_line():
-    with cgpass.explain() as report:
-        torch.compile(clips, backend="cgpass")(X)
+    report = watched(torch.compile(clips, backend="cgpass"), X)
     (left,) = report.left_to_eager
     assert left.line.startswith(f"{at(clips)} in clips: ")
     assert ", in torch/nn/utils/clip_grad.py:" in left.detail
@@ -381,8 +378,7 @@ def test_a_break_in_a_container_that_gives_up_a_function_is_told_once():
             x = container(x)
         return x
 
-    with cgpass.explain() as report:
-        torch.compile(loops, backend="cgpass")(X)
+    report = watched(torch.compile(loops, backend="cgpass"), X)
     (left,) = report.left_to_eager
     assert left.rest.endswith(" in loops")
     assert breaks._LOOP in left.fix
@@ -454,10 +450,8 @@ def test_causes_of_recompilations(text, expected):
 
 def test_each_cause_at_a_line_is_told_with_its_own_count_before_what_costs_less():
     call = torch.compile(chain, backend="cgpass", dynamic=False)
-    with cgpass.explain() as report:
-        for x in (X, X[:3], X[:2], X.double()):
-            for _ in range(4):
-                call(x.clone())
+    batches = [x.clone() for x in (X, X[:3], X[:2], X.double()) for _ in range(4)]
+    report = watched(call, *batches)
     sizes, dtype = report.recompilations
     assert [sizes.count, dtype.count] == [2, 1]
     assert "dtype" in dtype.detail
@@ -470,10 +464,7 @@ def test_each_cause_at_a_line_is_told_with_its_own_count_before_what_costs_less(
 
 def test_a_function_that_was_compiled_for_another_backend_is_told_to_be_compiled_once():
     torch.compile(chain, backend="eager")(X)
-    call = torch.compile(chain, backend="cgpass")
-    with cgpass.explain() as report:
-        call(X)
-    (found,) = report.recompilations
+    (found,) = watched(torch.compile(chain, backend="cgpass"), X).recompilations
     assert found.line == f"test_breaks.py:{chain.__code__.co_firstlineno} in chain"
     assert found.detail == "compiled once more: backend or options were others"
     assert found.fix.startswith("compile it once, for one backend and with one set of options")
@@ -504,10 +495,7 @@ def test_more_compilations_are_noted_than_torch_keeps():
 
 def test_a_check_of_functions_in_eager_fails():
     call = torch.compile(tries, backend="cgpass")
-    with cgpass.explain() as report:
-        for _ in range(20):
-            call(X)
-    passes, said = check.verdict(report, 0.95)
+    passes, said = check.verdict(watched(call, *[X] * 20), 0.95)
     assert not passes
     assert said.startswith("cgpass check: FAILED: 100% of the 152 operators that compiled code ran")
     assert f", because of {at(tries)}" in " ".join(said.partition("fell back:\n")[2].split())
@@ -520,10 +508,8 @@ def test_a_training_step_is_not_told_of_by_our_lines():
     step = cgpass.train_step(loss, torch.optim.SGD([nn.Parameter(X)], 0.1))
     with cgpass.explain() as report, pytest.raises(ValueError, match="Size"):
         step(X)
-    assert (
-        "the loss function of a training step runs in eager because of test_breaks.py:"
-        in joined(report)
-    )
+    told = "the loss function of a training step runs in eager because of test_breaks.py:"
+    assert told in joined(report)
     assert "whole_step.py" not in str(report)
 
 
@@ -535,7 +521,6 @@ def test_what_is_left_out_where_torch_compiles_breaks_no_graph():
         return y.cos()
 
     call = torch.compile(follows_the_remedy, backend="cgpass", fullgraph=True)
-    with cgpass.explain() as report:
-        call(torch.ones(4))
+    report = watched(call, X)
     assert report.graphs
     assert not report.boundaries

@@ -8,13 +8,12 @@ import torch
 from torch import nn
 
 import cgpass
-from cgpass.options import Options
 from cgpass.report import check
 from cgpass.report.report import Report
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.telemetry.reason import NEW, OTHER_FIXES, CallReasons
-from tests.report.samples import joined
+from tests.report.samples import joined, watched
 from tests.unit.runtime.runners import COPIED, POOLED, STATIC, SYMINT, call, runner
 
 X = torch.ones(2)
@@ -29,19 +28,15 @@ def scaled(x, n):
     return [x * n]
 
 
-def too_many_shapes():
-    run = runner(scaled, COPIED, SYMINT, max_recordings=1)
-    for n in (1, 1, 2, 3, 4):
-        call(run, X, n)
+def changing(kind, values, **settings):
+    run = runner(scaled, COPIED, kind, **settings)
+    for value in values:
+        call(run, X, value)
     return run
 
 
 def held():
-    run = runner(
-        lambda x: [x * 2, x + 1],
-        COPIED,
-        owner=Owner(SimulatedDriver(), Options(max_pending_calls=1)),
-    )
+    run = runner(lambda x: [x * 2, x + 1], COPIED, max_pending_calls=1)
     run.uses = [(True, False), (False, True)]
     kept = [run.run([torch.ones(2)])[0] for _ in range(6)]
     assert len(kept) == 6
@@ -106,24 +101,9 @@ def failing(error):
     return run
 
 
-def replaced():
-    run = runner(scaled, COPIED, STATIC)
-    kept = [torch.ones(2) for _ in range(12)]
-    for weight in kept:
-        call(run, X, weight)
-    return run
-
-
-def of_a_new_shape_each():
-    run = runner(scaled, COPIED, SYMINT)
-    for n in range(12):
-        call(run, X, n)
-    return run
-
-
 CALLS = {
     "max_recordings": (
-        too_many_shapes,
+        lambda: changing(SYMINT, (1, 1, 2, 3, 4), max_recordings=1),
         "3 of 5 calls ran without a graph: max_recordings=1 shapes are recorded, and",
     ),
     "max_pending_calls": (
@@ -167,11 +147,11 @@ CALLS = {
         "3 of 4 calls ran without a graph: OutOfMemoryError: CUDA out of memory",
     ),
     "new_tensor": (
-        replaced,
+        lambda: changing(STATIC, [torch.ones(2) for _ in range(12)]),
         "is a new tensor in 11 of 12 calls: each such call warms up, or is recorded",
     ),
     "new_shape": (
-        of_a_new_shape_each,
+        lambda: changing(SYMINT, range(12)),
         "has another value or layout in 11 of 12 calls: each such call warms up, or is recorded",
     ),
 }
@@ -243,26 +223,19 @@ def test_recordings_of_calls_that_wait_are_not_told_as_sizes(simulated, counted_
 def test_a_check_and_a_report_of_all_tell_the_same_share(simulated, counted_alone):
     options = {"max_recordings": 1}
     inner = torch.compile(chain, backend="cgpass", dynamic=True, options=options)
-    with cgpass.explain() as report:
-        for _ in range(10):
-            for n in (2, 3, 4):
-                inner(torch.randn(n, 4))
+    report = watched(inner, *[torch.randn(n, 4) for n in (2, 3, 4)] * 10)
     assert (report.work, report.plain_calls) == ((36, 108), 18)
     assert Report.from_dict(report.to_dict()) == report
     text = joined(report)
     assert "33.3% of the 108 operators of compiled code ran in graphs, 0 boundaries, 18" in text
-    assert (
-        "x.size(0) had a new value or layout [max_recordings] Do: pad inputs to a few sizes, drop results, or raise"
-        in text
-    )
+    remedy = "pad inputs to a few sizes, drop results, or raise max_recordings"
+    assert f"x.size(0) had a new value or layout [max_recordings] Do: {remedy}" in text
     passes, text = check.verdict(report, 0.95)
     assert not passes
     assert "FAILED: 33.3% of the 108 operators that compiled code ran after" in joined(text)
     (line,) = check.fell_back(report)
     assert "captured_0: 18 of 30 calls ran without a graph: max_recordings=" in line
-    assert line.endswith(
-        "[max_recordings]; pad inputs to a few sizes, drop results, or raise max_recordings"
-    )
+    assert line.endswith(f"[max_recordings]; {remedy}")
 
 
 def test_copies_are_those_of_the_last_replay(simulated):
@@ -274,9 +247,7 @@ def test_copies_are_those_of_the_last_replay(simulated):
         module[0].weight = nn.Parameter(weight, requires_grad=False)
         for size in (16, 16, 3, 3):
             compiled(torch.randn(size, 8))
-    with cgpass.explain() as report:
-        for _ in range(4):
-            compiled(torch.randn(16, 8))
+    report = watched(compiled, *[torch.randn(16, 8)] * 4)
     (part,) = report.partitions
     assert [(each.num_bytes, each.moved) for each in part.copied_inputs] == [(16 * 8 * 4, False)]
     assert "copies args[0] (512 B) in every replay" in joined(report)

@@ -21,6 +21,7 @@ from cgpass.report.check import verdict
 from cgpass.report.report import Report, html
 from cgpass.report.text import findings
 from tests.operators import tagged
+from tests.report.samples import watched
 
 X = torch.linspace(-1, 1, 32).view(4, 8)
 
@@ -83,10 +84,7 @@ def test_a_block_reports_what_ran_inside_and_nothing_else():
 
 
 def test_a_first_block_tells_of_warm_ups_and_recordings():
-    call = torch.compile(split, backend="cgpass")
-    with cgpass.explain() as report:
-        for _ in range(4):
-            call(X)
+    report = watched(torch.compile(split, backend="cgpass"), *[X] * 4)
     (graph,) = report.graphs
     assert [part.calls for part in graph.partitions] == [3, 3, 3]
     assert [part.replays for part in graph.partitions] == [3, 0, 3]
@@ -104,9 +102,7 @@ def test_two_blocks_count_reasons_each():
     for times in (3, 2):
         for size in (2, 2, 3):
             call(torch.ones(size))
-        with cgpass.explain() as report:
-            for _ in range(times):
-                call(torch.ones(3))
+        report = watched(call, *[torch.ones(3)] * times)
         (reason,) = report.partitions[0].reasons
         assert reason.detail.startswith(f"{times} of {times} calls ran without a graph: ")
         assert report.plain_calls == times
@@ -124,9 +120,7 @@ def test_a_block_that_raises_is_reported_all_the_same():
 def test_a_graph_without_operators_has_nothing_to_record():
     strict = {"on_skip": "raise"}  # nothing is lost, so nobody is told
     call = torch.compile(lambda x: (x.sin(), x)[1], backend="cgpass", options=strict)
-    with cgpass.explain() as report:
-        for _ in range(3):
-            call(X)
+    report = watched(call, X, X, X)
     assert str(report).startswith("there was nothing to record: what was compiled has no operators")
     assert "FAILED: there was nothing to record" in verdict(report, 0.5)[1]
     (found,) = findings(report)
@@ -144,26 +138,15 @@ def test_who_listens_is_told_of_each_graph_that_is_compiled(fn):
         assert told == telemetry.graphs()[-1:]
 
 
-def test_training_steps_and_callables_graphed_by_hand_are_told_of():
-    model = nn.Linear(8, 1)
-    step = cgpass.train_step(
-        lambda x: model(x).square().mean(), torch.optim.SGD(model.parameters(), 0.1)
-    )
+def test_callables_graphed_by_hand_are_told_of():
     by_hand = cgpass.make_graphed_callables(nn.Linear(8, 8), (X,), options={"driver": "simulated"})
-    with cgpass.explain() as report:
-        for _ in range(4):
-            step(X)
-            by_hand(X)
-    assert any(each.startswith("train_step of ") for each in report.others)
+    report = watched(by_hand, *[X] * 4)
     assert any("graphed by hand" in each for each in report.others)
     assert "graphed by hand" in str(report)
     assert "since this report began" not in str(report)
-    with cgpass.explain() as report:
-        by_hand(X)
-    assert report.others[0].endswith("\n  1 of these calls ran since this report began")
-    with cgpass.explain() as report:
-        pass
-    assert report.others == ()
+    (told,) = watched(by_hand, X).others
+    assert told.endswith("\n  1 of these calls ran since this report began")
+    assert watched(by_hand).others == ()
 
 
 def test_watching_adds_nothing_to_a_step():
@@ -179,9 +162,7 @@ def test_watching_adds_nothing_to_a_step():
 
 def test_compilations_that_are_alike_are_told_of_once():
     call = torch.compile(split, backend="cgpass", dynamic=False)
-    with cgpass.explain() as report:
-        for rows in (2, 3, 4):
-            call(torch.ones(rows, 8))
+    report = watched(call, *[torch.ones(rows, 8) for rows in (2, 3, 4)])
     text = " ".join(str(report).split())
     assert text.count(" in split, compiled 3 times, each time as follows inference: 1 call") == 1
     assert text.count("inference: ") == html(report).count("<h3>") == 1
@@ -506,9 +487,8 @@ def test_values_of_any_kind_and_size_are_restored(make):
 )
 def test_what_trains_by_itself_is_refused(make):
     optimizer = torch.optim.SGD(Model().parameters(), 0.1)
-    with pytest.raises(
-        InputError, match=r"trains. Watch steps of your own: with cgpass.explain\(\)"
-    ):
+    told = r"trains. Watch steps of your own: with cgpass.explain\(\)"
+    with pytest.raises(InputError, match=told):
         cgpass.explain(make(optimizer), X)
 
 
@@ -581,6 +561,7 @@ def test_training_steps_that_end_are_told_of_and_no_block_keeps_their_model():
         gc.collect()
         assert weight() is None
     assert (inner.whole_steps, inner.steps) == (outer.whole_steps, outer.steps) == (4, 4)
+    assert outer.others[0].startswith("train_step of ")
     assert "  one graph, recorded 1 time and replayed 4 times: reads " in outer.others[0]
     assert "6 calls, 5 as a whole" in cgpass.summary()
     cgpass.reset()

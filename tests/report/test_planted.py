@@ -9,7 +9,6 @@ from torch import nn
 
 import cgpass
 from cgpass.report.report import html
-from tests.operators import tagged, waits
 from tests.report.samples import joined
 
 X = torch.linspace(-1, 1, 64).view(8, 8)
@@ -21,28 +20,10 @@ def chain(x):  # planted
     return x.sin().cos().exp().tanh()
 
 
-def sync(x):
-    y = chain(x)
-    s = torch.histc(y, 8).sum()  # planted
-    return chain(y + s)
-
-
 def prints(x):
     y = chain(x)
     print("seen", y.shape)  # noqa: T201  planted
     return chain(y)
-
-
-def custom(x):
-    y = chain(x)
-    y = waits(y)  # planted
-    return chain(y)
-
-
-def tiny(x):
-    y = tagged(chain(x))
-    y = y.sin()  # planted
-    return chain(tagged(y))
 
 
 def loop(x):
@@ -114,12 +95,6 @@ def steps():
 
 # Name: what runs, where the cause was planted, what the text says of it, and what to do.
 PLANTED = {
-    "sync": (
-        lambda: calls(sync, X),
-        sync,
-        "aten.histc.default: without a range it reads the smallest and largest value on the host [host_sync]",
-        "pass min= and max=",
-    ),
     "print": (
         lambda: calls(prints, X),
         prints,
@@ -138,15 +113,6 @@ PLANTED = {
         "weight (32 B): moved, so each call that finds it at a new place copies it [moved]",
         "write into it in place (copy_; compute with a clone if the backward needs it), unless modules share the code",
     ),
-    "tiny graph": (
-        lambda: calls(tiny, X),
-        tiny,
-        (
-            "aten.sin.default: its partition would hold 1 operator that does work on the device (views don't count), "
-            "min_partition_ops is 4 [too_small]"
-        ),
-        "set min_partition_ops to 1 to capture it",
-    ),
     "recompile limit": (
         lambda: calls(Counts(), X, times=12),
         Counts.forward,
@@ -155,12 +121,6 @@ PLANTED = {
             "self.calls == 7. Calls that no compiled version fits run in eager [recompile_limit]"
         ),
         "keep the value fixed or out of the function, or make it a tensor (a counter: a buffer written in place)",
-    ),
-    "custom operator": (
-        lambda: calls(custom, X),
-        custom,
-        "tests.waits.default: capturing it failed (RuntimeError: operation not permitted when stream is capturing: aten.item.default) [failed_capture]",
-        "remove what waits for the device in it (.item(), .cpu()), or name it in unsafe_ops",
     ),
     "several modules": (
         several,

@@ -289,6 +289,7 @@ def test_plans(trace):
     assert head.startswith("forward of test_reports.py:")
     assert head.endswith(": 2 partitions captured (16 operators), 1 eager (1 operator)")
     assert reason.startswith("  eager_1: aten.histc.default at test_reports.py:")
+    assert "without a range it reads the smallest and largest value on the host [host_" in reason
     assert "cgpass_backward_plan" in artifacts(trace)
 
 

@@ -132,16 +132,6 @@ def fix_of(code) -> str:
     return op_tables.OPERATOR_FIXES[own[code]] if code in own else op_tables.FIXES[code]
 
 
-@pytest.mark.parametrize("code", PROVOKED)
-def test_a_node_is_refused_with_its_reason(code):
-    found = PROVOKED[code]()
-    assert [reason.code for reason in found] == [code]
-    (reason,) = found
-    assert reason.fix == fix_of(code)
-    assert str(reason) == f"{reason.op} at {reason.line}: {reason.detail} [{code}]; {reason.fix}"
-    assert "\n" not in str(reason)
-
-
 @pytest.mark.parametrize(
     ("fn", "inputs", "fix"),
     [
