@@ -50,25 +50,6 @@ def install_noop_cuda_guard() -> None:
         registry[cuda] = registry[meta]
 
 
-class FakeCudaGenerator(torch.Generator):
-    """A CPU generator that says it lives on CUDA."""
-
-    @property
-    def device(self) -> torch.device:
-        return CUDA
-
-    def clone_state(self) -> "FakeCudaGenerator":
-        clone = FakeCudaGenerator()
-        clone.set_state(self.get_state())
-        return clone
-
-    def graphsafe_get_state(self) -> "FakeCudaGenerator":
-        return self
-
-    def graphsafe_set_state(self, other: torch.Generator) -> "FakeCudaGenerator":
-        return self
-
-
 # ---- tracing
 
 
@@ -103,7 +84,7 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
     """Let CUDA tensors be made and computed with, all of them fake."""
     install_noop_cuda_guard()
     old_generators = torch.cuda.default_generators
-    torch.cuda.default_generators = (FakeCudaGenerator(),)
+    torch.cuda.default_generators = (torch.Generator(),)
     try:
         with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
             yield mode

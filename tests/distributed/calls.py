@@ -119,12 +119,6 @@ def other_shards(x):
     return torch.ops._dtensor.shard_dim_alltoall((x * 2).sin().cos().exp(), 0, 1, group).sin()
 
 
-def shards_of_another_dimension(world):
-    call = world.compile(lambda x: other_shards(x).cos() * 2)
-    with torch.no_grad():
-        return [call(x).cpu() for x in world.randn(4, WIDTH)]
-
-
 def one_rank_records_again(world):
     """Shapes of one process change, and not those of what is exchanged."""
 
@@ -258,7 +252,6 @@ CALLS: dict[str, Callable] = {
         returned_unwaited,
         one_rank_fails,
         one_rank_is_late,
-        shards_of_another_dimension,
         one_rank_records_again,
         verified_by_all,
         verified_by_one,

@@ -16,15 +16,11 @@ def of_sizes(*sizes):
     return trained_on(MLP, [(size, 8) for size in sizes], dynamic=True)
 
 
-def test_each_size_of_a_dynamic_shape_has_its_recording(setting):
-    counters = setting.compare(of_sizes(*[10, 6, 4] * 3))
-    assert_steady(counters, captured=2, recordings=6, warmups=6)
-
-
-def test_larger_sizes_that_come_later_have_smaller_ones_recorded_in_their_memory(setting):
-    counters = setting.compare(of_sizes(*[4, 6, 10] * 4))
-    # 4 and 6 once before a larger one came and once afterwards
-    assert_steady(counters, captured=2, recordings=10, warmups=6)
+@pytest.mark.parametrize(("sizes", "recordings"), [((10, 6, 4), 6), ((4, 6, 10), 10)])
+def test_each_size_of_a_dynamic_shape_has_its_recording(setting, sizes, recordings):
+    """Smaller ones once before a larger one came, and once afterwards, in its memory."""
+    counters = setting.compare(of_sizes(*sizes * 4))
+    assert_steady(counters, captured=2, recordings=recordings, warmups=6)
 
 
 def test_sizes_beyond_max_recordings_run_plainly_and_known_ones_replay(setting, caplog):

@@ -38,22 +38,6 @@ def both(factor=5, **settings):
     return first, second, recorded(first), recorded(second)
 
 
-def test_a_recording_knows_what_it_may_lie_on():
-    first, second, old, new = both()
-    owner = first.owner
-    assert new.released == {old.capture_index: (0,)}
-    assert new.memory.addresses() == old.memory.addresses(), "memory is used again"
-    (held,), _ = first.run([X])
-    assert not owner.is_safe(new)
-    assert owner.overwritten_by(new) == [(old, [0])]
-    assert call(second, X * 2) == [[10, 10]]
-    assert held.tolist() == [2, 2]
-    assert first.stats.rescues == 1
-    (late,), _ = second.run([X])
-    assert call(first, X * 7) == [[14, 14]]
-    assert late.tolist() == [5, 5]
-
-
 def test_only_what_a_replay_overwrites_is_moved():
     owner = Owner(SimulatedDriver())
     first = partition(lambda x: [x * 2, x * 3], owner=owner)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from cgpass.options import Options
 from cgpass.runtime.capturing import is_capturing_here as is_recording
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
@@ -99,9 +98,7 @@ def test_what_fails_in_thread_after_thread_is_not_tried_forever(caplog):
 
 def scaled(**settings):
     """A partition of a static tensor and a number whose outputs a backward reads."""
-    limit = settings.pop("max_pending_calls", 16)
-    owner = Owner(SimulatedDriver(), Options(max_pending_calls=limit))
-    return runner(lambda x, w, n: [x * w * n], COPIED, STATIC, SYMINT, owner=owner, **settings)
+    return runner(lambda x, w, n: [x * w * n], COPIED, STATIC, SYMINT, **settings)
 
 
 def calls(*numbers, weights=1, **settings):

@@ -4,7 +4,7 @@ import torch
 
 from cgpass.compile.facts.input_info import InputKind
 from cgpass.compile.facts.inputs import input_infos, seed_positions, value_kinds
-from tests.graphs import FakeCudaGenerator, dynamic, fake_cuda_graph, node_named, traced
+from tests.graphs import dynamic, fake_cuda_graph, node_named, traced
 
 
 def kinds(gm, **known):
@@ -15,7 +15,7 @@ def test_tensors_are_what_is_known_and_other_values_go_by_their_type():
     gm = fake_cuda_graph(lambda *args: args[0] + args[1], *[dynamic(3)] * 3, *[(1,)] * 3)
     size, generator, other = gm.graph.find_nodes(op="placeholder")[3:]
     size.meta["val"] = gm.graph.find_nodes(op="placeholder")[0].meta["val"].shape[0]
-    generator.meta["val"], other.meta["val"] = FakeCudaGenerator(), object()
+    generator.meta["val"], other.meta["val"] = torch.Generator(), object()
     names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
     assert kinds(gm, **{names[0]: InputKind.STATIC, names[1]: InputKind.POOLED}) == [
         *(InputKind.STATIC, InputKind.POOLED, InputKind.COPIED),

@@ -5,7 +5,6 @@ import random
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -240,32 +239,12 @@ def joined(fn, *shapes, unsafe=("aten::tanh",)):
     return gm
 
 
-def waited_elsewhere(x):
-    y = x.sin()
-    started = collectives.all_reduce(y, "sum", GROUP)
-    between = y.tanh()
-    return collectives.wait_tensor(started) + between
-
-
-def test_what_another_partition_waits_for_is_waited_for_here_first():
-    assert_expected_inline(
-        graph_text(joined(waited_elsewhere, (4,))),
-        """\
-x_1: float32[4]@cuda = placeholder
-sin: float32[4]@cuda = aten.sin.default(x_1)  # captured_0
-all_reduce: float32[4]@cuda = _c10d_functional.all_reduce.default(sin, sum, 0)  # captured_0
-wait_tensor_default: float32[4]@cuda = _c10d_functional.wait_tensor.default(all_reduce)  # captured_0
-tanh: float32[4]@cuda = aten.tanh.default(sin)  # eager_1
-wait_tensor: float32[4]@cuda = _c10d_functional.wait_tensor.default(wait_tensor_default)  # captured_2
-add: float32[4]@cuda = aten.add.Tensor(wait_tensor, tanh)  # captured_2
-return add""",
-    )
-
-
 def waits_of(gm):
-    """Waits: partition and value."""
+    """Waits: partition and value, which the wait has the facts of."""
     wait = torch.ops._c10d_functional.wait_tensor.default
-    return [(str(get_tag(n)), n.args[0].name) for n in gm.graph.nodes if n.target is wait]
+    waits = [n for n in gm.graph.nodes if n.target is wait]
+    assert all(n.meta["val"].shape == n.args[0].meta["val"].shape for n in waits)
+    return [(str(get_tag(n)), n.args[0].name) for n in waits]
 
 
 def waited_here(x):
