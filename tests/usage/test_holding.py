@@ -304,26 +304,3 @@ def test_what_is_held_of_a_dropped_recording_is_not_where_older_ones_write(setti
         return [out]
 
     setting.compare(program, max_recordings=3)
-
-
-def test_outputs_that_share_memory_share_the_count_of_writes(setting):
-    def program(session):
-        def fn(x):
-            y = x.exp()
-            return y, y.t()
-
-        call = session.compile(fn)
-        refused = 0
-        for _ in range(5):
-            x = session.randn(3, 3).requires_grad_()
-            first, second = call(x)
-            with torch.no_grad():
-                first.add_(1)
-            try:
-                (first.sum() + second.sum()).backward()
-            except RuntimeError:
-                refused += 1
-            del first, second
-        return [refused]
-
-    setting.compare(program, min_partition_ops=1)

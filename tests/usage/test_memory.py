@@ -7,9 +7,8 @@ import sys
 import pytest
 import torch
 
-import cgpass
 from cgpass.runtime import owner as owners
-from tests.usage.programs import MLP, assert_steady, counted, learn, runners, trained_on
+from tests.usage.programs import MLP, assert_steady, counted, runners, trained_on
 
 
 def of_sizes(*sizes):
@@ -108,17 +107,6 @@ def test_nothing_grows_with_thousands_of_sizes(way, training, sizes, caplog):
         "never recorded, since each had a new value or layout of x.size(0)" in each
         for each in caplog.messages
     )
-
-
-def test_reset_frees_recordings_and_functions_stay_usable(setting):
-    def program(session):
-        module, call = session.compiled(MLP)
-        for number, batch in enumerate(session.batches(4, 8, count=9)):
-            if number in (3, 6):
-                cgpass.reset()
-            yield learn(module, call(batch).square().mean())
-
-    assert_steady(setting.compare(program), captured=2, recordings=6, warmups=6)
 
 
 def test_a_dropped_function_is_freed(setting):

@@ -110,22 +110,15 @@ def calls(*numbers, weights=1, **settings):
     return run, [X, all_weights[-1], numbers[-1]], all_weights
 
 
-def bypassed():
+def after(change):
+    """Its owner is not as it was when the recording was made."""
     run, args, kept = calls(2, 2)
-    run.owner.bypassed = "asked"
+    change(run.owner)
     return run, args, kept
 
 
-def closed():
-    run, args, kept = calls(2, 2)
-    run.owner.close()
-    return run, args, kept
-
-
-def inside_another_capture():
-    run, args, kept = calls(2, 2)
-    run.owner.driver.is_capturing = lambda: True
-    return run, args, kept
+def captures(owner):
+    owner.driver.is_capturing = lambda: True
 
 
 def failed():
@@ -204,9 +197,14 @@ def other_module(numbers=(2, 2), seen=False):
 @pytest.mark.parametrize(
     ("row", "situation", "before", "after"),
     [
-        ("1", bypassed, (1, 1, 1, 0), (1, 1, 1, 1)),
-        ("1", closed, (1, 1, 1, 0), (1, 1, 1, 1)),
-        ("1", inside_another_capture, (1, 1, 1, 0), (1, 1, 1, 1)),
+        (
+            "1",
+            lambda: after(lambda owner: vars(owner).update(bypassed="asked")),
+            (1, 1, 1, 0),
+            (1, 1, 1, 1),
+        ),
+        ("1", lambda: after(Owner.close), (1, 1, 1, 0), (1, 1, 1, 1)),
+        ("1", lambda: after(captures), (1, 1, 1, 0), (1, 1, 1, 1)),
         ("1", failed, (1, 0, 0, 1), (1, 0, 0, 2)),
         ("1", without_memory, (2, 1, 1, 1), (2, 1, 1, 2)),
         ("2", lambda: calls(2, 2), (1, 1, 1, 0), (1, 1, 2, 0)),
