@@ -9,7 +9,7 @@ from typing import Final
 
 from cgpass.report.model import Facts, GraphReport, PartitionReport
 from cgpass.runtime.inputs import listed
-from cgpass.telemetry.reason import DROP, OTHER_FIXES, MORE_FIXES, Reason, many
+from cgpass.telemetry.reason import OTHER_FIXES, Reason, many
 
 WIDTH: Final = 100
 _LISTED: Final = 12
@@ -22,6 +22,7 @@ NOTHING: Final = (
     "torch.compile gave up on it earlier in this process (torch.compiler.reset() makes it try again)."
 )
 UNCOUNTED: Final = "what runs in eager at a graph break, or is left to it, is not counted; compiled functions that it calls are"
+_DROP: Final = "drop results before their backward and the next call, and call zero_grad() before that; or leave it"
 EARLIER: Final = "noted before this report: "
 
 
@@ -171,16 +172,25 @@ def events(where: str, part: PartitionReport) -> Iterator[tuple[float, Reason]]:
         kind = "more recording" if count < part.counts.get("recordings", 0) else "recording"
         details = list(dict.fromkeys(note.detail for note in reversed(notes)))
         more = f"{least}{many(count, kind)}: {listed(details, 3)}"
-        yield count, _at(notes[-1].line, where, cause, more, MORE_FIXES[cause])
+        yield count, _at(notes[-1].line, where, cause, more, _CAUSES.get(cause, _DROP))
     if rescues := part.counts.get("rescues", 0):
         copied = size(part.counts.get("rescued_bytes", 0))
         held = f"outputs still referenced were copied {many(rescues, 'time')} ({copied})"
-        yield 0, _at(part.returned_at, where, "rescues", held, DROP)  # cheap beside a recording
+        yield 0, _at(part.returned_at, where, "rescues", held, _DROP)  # cheap beside a recording
 
 
 def _at(line: str | None, where: str, code: str, detail: str, fix: str) -> Reason:
     """A reason at the user's line, if that is known, that names the partition, too."""
     return Reason(code, "", f"{where}: {detail}" if line else detail, fix, line or where)
+
+
+_CAUSES: Final = {
+    "shape": OTHER_FIXES["new_shape"],
+    "moved": OTHER_FIXES["new_tensor"],
+    "other tensors": "leave it if several modules share code; otherwise write into tensors in place (copy_)",
+    **dict.fromkeys(("memory", "anew"), "leave it, unless it keeps happening"),
+}
+"""Remedies for one more recording, by its cause."""
 
 
 def what(reason: Reason) -> str:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from cgpass.telemetry.reason import MORE_FIXES, CallReasons, Noted, many
+from cgpass.telemetry.reason import FEW_SIZES, CallReasons, Noted, many
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, RecordingNote
 
 FIRST_CALL: Final = "the first call of a variant"
@@ -78,10 +78,8 @@ class ByHand(CallStats):
 
     def explain(self) -> str:
         """Describe its calls."""
-        counted = f"{many(self.recordings, 'recording')}, {many(self.calls, 'call')}"
-        lines = [
-            f"{self.name}, graphed by hand: {counted}, {self.plain_calls} of them without a graph"
-        ]
+        how = f"{many(self.recordings, 'recording')}, {many(self.calls, 'call')}"
+        lines = [f"{self.name}, graphed by hand: {how}, {self.plain_calls} of them without a graph"]
         lines += [f"  {count} {why}" for why, count in self.why.most_common()]
         if self.reasons is not None:
             lines += [f"  {each}" for each in self.reasons.told(counts_of(self))]
@@ -109,13 +107,13 @@ class Variant(PartitionRun):
 
     def explain(self) -> str:
         """Describe its calls, and its graph's inputs."""
-        stats, notes = self.stats, [note for note in self.notes if note.cause != "first"]
-        again = Counter(f"{note.detail}; {MORE_FIXES[note.cause]}" for note in notes)
+        stats, again = self.stats, Counter(n.detail for n in self.notes if n.cause != "first")
         about = (
             f"{'one graph' if self.is_one else 'a graph of the update'}, recorded {many(stats.recordings, 'time')} and "
             f"replayed {many(stats.replays, 'time')}: {self.reads}"
         )
-        causes = [f"{count} recorded again: {why}" for why, count in again.most_common()]
+        told = {why: f"{why}; {FEW_SIZES}" if ".size(" in why else why for why in again}
+        causes = [f"{count} recorded again: {told[why]}" for why, count in again.most_common()]
         return "\n".join(f"  {x}" for x in (about, *causes, *self.reasons.told(counts_of(stats))))
 
 

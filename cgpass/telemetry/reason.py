@@ -39,19 +39,9 @@ OTHER_OPTIONS: Final = "compile it once, for one backend and with one set of opt
 """The remedy where other options had a function compiled once more."""
 OTHER_FROZEN: Final = "call torch.compiler.reset() after you freeze or unfreeze layers for good"
 
-DROP: Final = "drop results before their backward and the next call, and call zero_grad() before that; or leave it"
-MORE_FIXES: Final = {
-    "shape": OTHER_FIXES["new_shape"],
-    "moved": OTHER_FIXES["new_tensor"],
-    "held": DROP,
-    "other tensors": "leave it if several modules share code; otherwise write into tensors in place (copy_)",
-    **dict.fromkeys(("memory", "anew"), "leave it, unless it keeps happening"),
-}
-"""Remedies for one more recording, by its cause."""
-
 _SIZE: Final = re.compile(r"^(.+)\.size\((\d+)\)$")
 """The size of a dimension, by the name of the input."""
-_BATCHES: Final = "use few sizes: pad the batch, or drop the last one (drop_last=True)"
+FEW_SIZES: Final = "use few sizes: pad the batch, or drop the last one (drop_last=True)"
 
 
 def many(count: float, noun: str) -> str:
@@ -174,7 +164,7 @@ def _new(code: str, name: str, line: str | None, count: int, calls: int) -> Reas
         fix = "keep gradients in place with zero_grad(set_to_none=False): backwards add to them"
     elif code == "new_shape" and (size := _SIZE.match(name)):
         is_batch = size[2] == "0" and not name.startswith("___stack")
-        fix = _BATCHES if is_batch else f"pad dimension {size[2]} of {size[1]} to a few sizes"
+        fix = FEW_SIZES if is_batch else f"pad dimension {size[2]} of {size[1]} to a few sizes"
     return Reason(code, name, detail, fix, line)
 
 

@@ -83,7 +83,7 @@ def counted(found: Iterable[Reason]) -> tuple[Reason, ...]:
     for reason in found:
         key = (reason.code, reason.detail) if reason.is_chosen else replace(reason, count=1)
         had = first.setdefault(key, replace(reason, count=0))
-        ops = had.op if reason.op in had.op.split(", ") else f"{had.op}, {reason.op}"
+        ops = ", ".join(dict.fromkeys(f"{had.op}, {reason.op}".split(", ")))
         line = had.line if had.line == reason.line else None
         first[key] = replace(had, op=ops, line=line, count=had.count + reason.count)
     return tuple(sorted(first.values(), key=lambda each: each.is_chosen))

@@ -72,7 +72,7 @@ def test_the_rest_of_a_function_behind_a_break_in_a_block_is_left_to_eager():
     assert f"{left.rest} runs in eager because of {at(tries)} in tries: " in text
     assert f": {left.detail} [graph_break] Do: {left.fix}" in text
     assert "operators of compiled code ran in graphs" in text
-    assert "code left to eager is not counted" in text
+    assert "or is left to it, is not counted" in text
     assert "step_unsupported" not in text
     assert Report.from_dict(report.to_dict()) == report
 
@@ -322,6 +322,11 @@ def test_what_is_not_known_is_told_in_torchs_words_of_which_some_are_left_out():
     found = breaks.reason_of(text, None)
     assert found.detail == "graph break: an exception is raised"
     assert found.fix == "check and raise before what is compiled"
+    text = "Unsupported context manager\n  Explanation: Dynamo does not know how to enter a `File` context manager."
+    assert (
+        breaks.reason_of(text, None).detail
+        == "graph break: a `with` block of a File can't be traced"
+    )
     text = "A call\n  Explanation: Dynamo does not know how to trace the builtin `time.time.` This is one."
     assert breaks.reason_of(text, None).detail == "graph break: time.time can't be traced"
     for text in ("Data-dependent branching", "generic_jump TensorVariable()"):

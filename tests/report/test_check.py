@@ -203,7 +203,7 @@ def test_graph_breaks_are_named_and_not_counted(counted_alone):
     assert passes
     assert "100% of the 16 operators" in text
     assert f"1. test_check.py:{line} in fn: graph break: torch._dynamo.graph_break() is" in text
-    assert "code at graph breaks, outside of compiled functions, is not" in text
+    assert "what runs in eager at a graph break, or is left to it, is not counted" in text
     (broken,) = [each for each in cgpass.summary().splitlines() if each.startswith("at ")]
     assert broken.startswith(f"at test_check.py:{line} in fn: torch._dynamo.graph_break()")
     assert "graph break: torch._dynamo.graph_break() is called [graph_break]; remove it" in broken
@@ -257,7 +257,10 @@ def test_the_doctor_names_what_is_wrong_and_what_to_do(monkeypatch, capsys):
     sick = {what: fix for what, _, fix in found if fix}
     told = {what: said for what, said, _ in found}
     assert "unset it" in sick["TORCHDYNAMO_DISABLE=1"]
-    assert sick["C++ compiler"].startswith("Install g++ or clang++")
+    assert told["C++ compiler"] == "there is no no-such-compiler"
+    assert sick["C++ compiler"].startswith("Set CXX to another compiler")
+    monkeypatch.setenv("CXX", "g++ 'odd")
+    assert "CXX is no command" in str([*doctor._compiler()])
     assert sick["native code"] == "Set XDG_CACHE_HOME to a folder that can be written"
     said = "environment variable CGPASS_MAX_RECORDINGS must be an int >= 1, got 'none' (str)"
     assert (told["options"], sick["options"]) == (said, "Change or unset it")

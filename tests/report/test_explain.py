@@ -18,7 +18,7 @@ from cgpass import telemetry
 from cgpass.errors import InputError, OptionError
 from cgpass.report import watch
 from cgpass.report.check import verdict
-from cgpass.report.report import Report, html
+from cgpass.report.report import Report
 from cgpass.report.text import findings
 from tests.operators import tagged
 from tests.report.samples import watched
@@ -121,7 +121,7 @@ def test_a_graph_without_operators_has_nothing_to_record():
     strict = {"on_skip": "raise"}  # nothing is lost, so nobody is told
     call = torch.compile(lambda x: (x.sin(), x)[1], backend="cgpass", options=strict)
     report = watched(call, X, X, X)
-    assert str(report).startswith("there was nothing to record: what was compiled has no operators")
+    assert str(report).startswith("there was nothing to record: what was compiled launches no work")
     assert "FAILED: there was nothing to record" in verdict(report, 0.5)[1]
     (found,) = findings(report)
     assert found.fix == "leave it: nothing is lost"
@@ -160,12 +160,23 @@ def test_watching_adds_nothing_to_a_step():
     assert all(each._steps is steps for each, steps in zip(executors, before, strict=True))
 
 
-def test_compilations_that_are_alike_are_told_of_once():
-    call = torch.compile(split, backend="cgpass", dynamic=False)
-    report = watched(call, *[torch.ones(rows, 8) for rows in (2, 3, 4)])
-    text = " ".join(str(report).split())
-    assert text.count(" in split, compiled 3 times, each time as follows inference: 1 call") == 1
-    assert text.count("inference: ") == html(report).count("<h3>") == 1
+def test_views_that_no_graph_makes_are_no_work_that_is_lost():
+    log = torch.compiler.disable(lambda x: None)
+    call = torch.compile(
+        lambda x: (y := x.sin().cos().exp().tanh(), log(y), y.t())[2], backend="cgpass"
+    )
+    report = watched(call, X, X, X)
+    assert report.work == (2 * 4, 2 * 4)
+    assert verdict(report, 1.0)[0]
+
+
+def test_what_keeps_a_training_step_from_being_one_graph_costs_most():
+    with cgpass.explain() as report:
+        trial(3, lr=0.1)
+    found = findings(report)[0]
+    assert (found.line.partition(" of ")[0], found.count) == ("train_step", 3)
+    assert found.detail == "in pieces: no graph can hold step() of this SGD"
+    assert found.fix == "make it with fused=True"
 
 
 # ---- calls that explain makes
@@ -543,11 +554,14 @@ def test_gradients_of_the_call_before_are_nobodys():
         return loss.detach()
 
     assert cgpass.explain(step, X).counters["rescues"] == 0
+    for _ in range(3):
+        compiled(X).square().sum().backward()
+    assert cgpass.explain(compiled, X).counters["rescues"] == 0, "its own calls hold no result"
 
 
-def trial(times):
+def trial(times, **settings):
     model = nn.Linear(8, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = torch.optim.SGD(model.parameters(), **settings or {"fused": True})
     step = cgpass.train_step(lambda x: model(x).square().mean(), optimizer)
     for _ in range(times):
         step(X)

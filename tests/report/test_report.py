@@ -180,6 +180,8 @@ def test_what_changed_is_told(tmp_path, capsys):
         "rescues: 0 -> 2",
         "gone: model.py:50 in f: graph break: print [graph_break]; remove it",
     ]
+    more = sample(graphs=(dataclasses.replace(old.graphs[0], num_ops=99), *old.graphs[1:]))
+    assert "operators of graphs: " in diff(old, more)
     assert diff(new, old).splitlines()[-1].startswith("new: model.py:50 in f: graph break")
     assert diff(old, sample(others=("",))) == "nothing changed"
     for name, report in (("old", old), ("new", new)):

@@ -27,6 +27,7 @@ def test_a_reason_of_several_operators_names_all_of_them_and_no_single_line():
     (found,) = counted([one, dataclasses.replace(one, op="aten.cos.default", line="m.py:2"), one])
     ops = "aten.sin.default, aten.cos.default"
     assert (found.op, found.line, found.count) == (ops, None, 3)
+    assert counted([found, found])[0].op == ops
 
 
 def test_a_skip_is_counted_for_as_long_as_it_lasts():
