@@ -579,6 +579,26 @@ def test_what_is_around_some_steps(way):
     check(way, MEANWHILE, usual=0, meanwhile=True, max_norm=1.0)
 
 
+def test_a_loss_that_leaves_the_autocast_around_its_step(way):
+    def outside(module):
+        def loss_fn(x):
+            with torch.autocast(x.device.type, enabled=False):
+                return module(x).square().mean()
+
+        return loss_fn
+
+    def program(session):
+        training = Training(session, loss_fn=outside)
+        for batch in session.batches(4, 8, count=4):
+            with torch.autocast(session.device.type, torch.bfloat16):
+                training.run(batch)
+        if session.options["driver"] != "none":
+            assert training.step.whole_calls == 3
+        return training.found()
+
+    compared(way, program)
+
+
 def test_hooks_that_no_python_code_sees(way, process_group):
     """Those that DDP puts on the nodes of parameters, in C++, stay after it."""
     del process_group
