@@ -145,12 +145,12 @@ def readme_section(results: Results, where: str) -> str:
     meta = results["bench"]["meta"]
     on = (
         f"One {meta['gpu'].removeprefix('NVIDIA ')} and 16 cores of {meta['cores']} (four models ran side by side on four GPUs), torch "
-        f"{meta['torch'].split('+')[0]}. Milliseconds of a step (forward, backward, fused AdamW; bf16 autocast), the device "
-        "waited for:\n"
+        f"{meta['torch'].split('+')[0]}. Milliseconds of a step (forward, backward, fused AdamW; bf16 autocast), "
+        "until the GPU is done:\n"
     )
     whole = (
-        '"limit" is one graph of the same kernels, captured by hand where that is possible. The same with `cgpass.train_step`, where by hand the '
-        "optimizer is in the graph, too:\n"
+        '"limit" is one graph of the same kernels, captured by hand where that is possible. The next table adds `cgpass.train_step`; its '
+        'graphs "by hand" contain the optimizer, too:\n'
     )
     commits = Counter(data["meta"]["commit"] for data in results.values())
     ((commit, _),) = commits.most_common(1)

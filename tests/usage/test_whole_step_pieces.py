@@ -67,15 +67,15 @@ REASONS = {
     ),
     "an optimizer that is not fused": (
         {"optimizer": lambda params: torch.optim.SGD(params, lr=0.01)},
-        "no graph can hold step() of this SGD: make it with fused=True",
+        "no graph can hold step() of this SGD; make it with fused=True",
     ),
     "an optimizer that can't be": (
         {"optimizer": lambda params: torch.optim.Rprop(params, lr=0.01)},
-        "no graph can hold step() of this Rprop: make it with capturable=True",
+        "no graph can hold step() of this Rprop; make it with capturable=True",
     ),
     "an optimizer that Dynamo wraps": (
         {"optimizer": lambda params: torch.optim.SparseAdam(params, lr=0.01), **SPARSE},
-        "SparseAdam can't be captured; AdamW(fused=True) or SGD(fused=True) can",
+        "SparseAdam can't be captured; use AdamW(fused=True) or SGD(fused=True)",
     ),
     "accumulation": ({"accumulate": 2}, "accumulate=2"),
     "two results": (

@@ -425,7 +425,7 @@ def test_recordings_that_are_made_once_more_say_why():
     for _ in range(2):
         call(run, torch.ones(2))
     assert causes(run) == ["first", "anew", "anew"]
-    assert run.notes[1].detail.startswith("the memory layout changed")
+    assert run.notes[1].detail.startswith("memory was laid out anew")
     assert run.notes[2].detail.startswith("recordings were freed")
 
 
