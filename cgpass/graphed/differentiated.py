@@ -107,12 +107,12 @@ class Differentiated:
                 check_tensor(f"{d.name}: a result", out, out.device)
             results = [out.detach() for out in outputs]
             edge = torch.autograd.graph.get_gradient_edge
+            known = _positions(self.leaves)
+            self.given_back = [i for i, out in enumerate(outputs) if id(out) in known]
             # while stand-ins have their sizes: one may be a result
-            edges = [edge(out) if d.with_grad and out.requires_grad else None for out in outputs]
+            edges = [edge(out) if d.with_grad and _has_history(out) else None for out in outputs]
             self._refuse_own_gradients("when it runs")
         self.with_grad = [i for i, each in enumerate(edges) if each is not None]
-        known = _positions(self.leaves)
-        self.given_back = [i for i, out in enumerate(outputs) if id(out) in known]
         self._edges = [edges[i] for i in self.with_grad]
         for i, leaf in enumerate(self.leaves[:end]):
             if self._warms_up and _loses_data(leaf, places[i]):
@@ -405,6 +405,11 @@ def _pack(
     saved.append(kept if tensor.numel() else torch.empty_like(kept))
     all_uses.append(uses)
     return slot
+
+
+def _has_history(tensor: torch.Tensor) -> bool:
+    """Tell whether gradients go anywhere: not from a view of a leaf under no_grad, though it says that it requires grad."""
+    return tensor.requires_grad and not (tensor._is_view() and tensor.grad_fn is None)
 
 
 def _is_memoryless(tensor: torch.Tensor) -> bool:

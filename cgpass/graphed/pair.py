@@ -198,8 +198,8 @@ class Pair:
             members[i - end].untyped_storage().data_ptr()
             for i in forward.written
             if end <= i < end + len(members)
-        }
-        """Where the parameters and buffers lie that it writes."""
+        } | forward.written_outside
+        """Where the parameters, buffers and other tensors of its own lie that it writes."""
         shown = {n: alias for n, alias in forward.views.items() if n < first}
         self._given = [(n, shown[n].index) for n in shown if n in graph.with_grad]
         number_of, tensors = forward.own, forward.memory.tensors
@@ -208,12 +208,8 @@ class Pair:
             n for n in made if any(_overlap(made[n], made[k]) for k in made if k != n)
         ]
         """Results that share elements with another one."""
-        self._cut_off = [
-            n
-            for n in shown
-            if n not in (*graph.with_grad, *graph.given_back) and self.description.with_grad
-        ]
-        """Results that may be an argument or a member, but without its history."""
+        self._cut_off = [n for n in shown if n not in graph.given_back]
+        """Results that lie on an argument or a member, but are another tensor without its history."""
         seen = {a.index for a in shown.values() if a.index < end}.union(self._written)
         self._strides = [(i, inputs[i].stride()) for i in sorted(seen)]
         """Of arguments that are written or returned, or viewed by results; of others a copy may be, as by `contiguous()`."""
@@ -358,7 +354,7 @@ class Pair:
         if self._written_at:
             for name, arg in zip(names, args, strict=False):
                 if arg.numel() and arg.untyped_storage().data_ptr() in self._written_at:
-                    return f"{name} shares memory with a buffer that it writes (pass a clone, or read the buffer itself)"
+                    return f"{name} shares memory with a tensor of its own that it writes (pass a clone, or read that one)"
         for i, stride in self._strides:
             if args[i].stride() != stride or args[i].is_conj() or args[i].is_neg():
                 return f"{names[i]}, which it writes or returns, has another memory layout than the sample"
@@ -375,8 +371,7 @@ class Pair:
         results = self._replay(self.forward, args)
         torch_private.set_grad_enabled(with_grad)
         for n in self._cut_off:
-            if results[n].requires_grad:
-                results[n] = results[n].detach()
+            results[n] = results[n].detach()
         wanted = self._take_wanted(args)
         if not with_grad or not graph.with_grad or not any(t.requires_grad for t in wanted):
             return results

@@ -56,6 +56,8 @@ class Recording:
     """Inputs whose memory it writes, and the number of users of a storage that nobody else holds."""
     outside: Mapping[int, torch.UntypedStorage] = field(default_factory=dict)
     """Storages that it reads or returns and that are neither an input's nor made by it, by address: kept alive here."""
+    written_outside: frozenset[int] = frozenset()
+    """Addresses of those that it writes."""
     released: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Blocks that were free when it was made, by the capture index of the recording whose outputs lay there."""
     counted: frozenset[int] = frozenset()
@@ -295,6 +297,7 @@ class Recorder:
             uses,
             consumes=consumes,
             outside=self._outside(watched, outputs, pool_index) if self.finds_writes else {},
+            written_outside=frozenset(watched.wrote & watched.outside.keys()),
             released=released,
             counted=watched.counted(),
             pool_index=pool_index,

@@ -107,6 +107,8 @@ class Watched(torch_private.TorchDispatchMode):
         super().__init__()
         self.said: set[int] = set()
         """Positions of the inputs that operators say they write."""
+        self.wrote: set[int] = set()
+        """Addresses of the storages that they say they write."""
         tensors = [(i, x) for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)]
         self._before = [(i, x, x._version, _place(x)) for i, x in tensors]
         self.outside: dict[int, torch.UntypedStorage] = {}
@@ -152,6 +154,7 @@ class Watched(torch_private.TorchDispatchMode):
         if hasattr(func, "_schema") or "mutation" in str(func):  # what Triton kernels write
             for tensor in filter(has_place, written_by(func, args, kwargs)):
                 begin, end = extent(tensor)
+                self.wrote.add(tensor.untyped_storage().data_ptr())
                 self.said.update(
                     i for i, first, last in self._places if begin < last and first < end
                 )
