@@ -471,7 +471,7 @@ class _Whole:
                 infos[n], kind=InputKind.STATIC, mutated=True, in_place=True
             )
         infos.append(InputInfo("the optimizer's tensors", InputKind.IN_PLACE))
-        infos.append(InputInfo("what the optimizer reads", InputKind.SYMINT))
+        infos.append(InputInfo("what the optimizer reads, or its place", InputKind.SYMINT))
         options = dataclasses.replace(part.options, static_input_check="rerecord")
         opaque = self.is_one and part.opaque
         self._runner = PartitionRunner(

@@ -91,6 +91,7 @@ class GraphedFunction:
         self._target = target
         self._owner = owner
         """Makes the recordings; None to run without a graph always."""
+        self._no_graph = "modules and samples are on a device without graphs"
         self._told: set[str] = set()
         self._pairs: dict[Key, list[Pair]] = {}
         self._num_left = options.max_rerecords
@@ -160,8 +161,8 @@ class GraphedFunction:
         owner = self._owner
         self.stats.calls += 1
         if owner is None or owner.closed or owner.driver.is_capturing():
-            closed = "there is no graph on this device, or it was closed"
-            self.count_plain(closed if owner is None or owner.closed else "a capture of yours")
+            has_none = self._no_graph if owner is None else "it was closed"
+            self.count_plain(has_none if owner is None or owner.closed else "a capture of yours")
             return self._run_plainly(args, kwargs)
         why = self._why_plain()
         tensors, flags = (why, ()) if why else self.binding.bind(args, kwargs)
@@ -360,7 +361,7 @@ class GraphedFunction:
     def close(self) -> None:
         """Free the graphs and their memory. Calls made afterwards run without a graph."""
         self.reset()
-        self._owner = None
+        self._owner, self._no_graph = None, "it was closed"
 
     def __reduce__(self) -> Any:
         """Copies and pickles are of the callable alone."""

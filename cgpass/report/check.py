@@ -37,6 +37,10 @@ def verdict(report: Facts, least: float) -> tuple[bool, str]:
         said = ["nothing to check: " * bool(report.others) + headline(report)]
     lines = wrapped(f"cgpass check: {'passed' if passes else 'FAILED'}: {'; '.join(said)}")
     lines += ["fell back:", *(row for each in late for row in wrapped(each, 2))] if late else []
+    if not passes and report.others:
+        lines.append("")
+        for each in (line for other in report.others for line in other.splitlines()):
+            lines += wrapped(each, len(each) - len(each.lstrip()))
     return passes, "\n".join([*lines, *costs(report)])
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from cgpass.telemetry.reason import Reason, launches_work
+from cgpass.telemetry.reason import Reason, idle
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, RecordingNote
 
 
@@ -57,10 +57,10 @@ class GraphReport(GraphSummary):
     def work(self) -> tuple[int, int]:
         """Operators that CUDA graphs ran, and all that ran, but for warm-ups and what launches nothing."""
         if self.skip is not None:
-            return 0, self.calls * self.num_ops * launches_work(self.why)
+            return 0, self.calls * (self.num_ops - idle(self.why))
         done = sum(part.replays * part.num_ops for part in self.partitions)
-        worked = [part for part in self.partitions if part.captured or launches_work(part.reasons)]
-        return done, sum(part.calls * part.num_ops for part in worked)
+        left_out = sum(part.calls * idle(part.reasons) for part in self.partitions)
+        return done, sum(part.calls * part.num_ops for part in self.partitions) - left_out
 
 
 @dataclass(kw_only=True)
@@ -86,8 +86,6 @@ class Facts:
     """Reasons for compiling functions once more meanwhile."""
     others: tuple[str, ...] = ()
     """Whole training steps and callables graphed by hand that ran, a few lines each."""
-    others_why: tuple[Reason, ...] = ()
-    """Causes for their calls in pieces or without a graph, and for further recordings."""
     whole_steps: int = 0
     """Calls of training steps that were one graph."""
     steps: int = 0

@@ -22,7 +22,7 @@ NOTHING: Final = (
     "torch.compile gave up on it earlier in this process (torch.compiler.reset() makes it try again)."
 )
 UNCOUNTED: Final = "what runs in eager at a graph break, or is left to it, is not counted; compiled functions that it calls are"
-_DROP: Final = "drop results before their backward and the next call, and call zero_grad() before that; or leave it"
+_DROP: Final = "drop results before their backward and the next call, and call zero_grad() before that; if you need them, leave it"
 EARLIER: Final = "noted before this report: "
 
 
@@ -104,7 +104,8 @@ def facts(report: Facts) -> Iterator[str]:
             f"({ratio:.2f} times as long)"
         )
     if report.steps:
-        yield f"{report.whole_steps} of {many(report.steps, 'training step')} after first ones and warm-ups were one graph"
+        why = ": see the end" if report.whole_steps < report.steps else ""
+        yield f"{report.whole_steps} of {many(report.steps, 'training step')} after first ones and warm-ups were one graph{why}"
     grown = report.counters
     if report.graphs:
         yield (
@@ -145,7 +146,6 @@ def _found(report: Facts) -> Iterator[tuple[float, Reason]]:
         if reason.rest is not None:
             where = f"{reason.rest} runs in eager{f' because of {where}' if where else ''}"
         yield math.inf, replace(reason, line=where, detail=detail)
-    yield from ((math.inf, reason) for reason in report.others_why)
     for graph in report.graphs:
         weight = graph.calls * graph.num_ops
         yield from ((weight, replace(r, line=r.line or graph.name)) for r in graph.why)

@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from cgpass.runtime.executor import Executor, Run, Step
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.partition import PartitionRunner
 from cgpass.telemetry import CallStats
-from cgpass.telemetry.reason import Reason, excused
+from cgpass.telemetry.reason import excused
 from cgpass.telemetry.summaries import counted
 from cgpass.version import VERSION
 
@@ -104,7 +104,6 @@ def _report(
         graph_breaks=counted(r for r in met if r.rest is None and place_of(r.line) not in known),
         recompilations=tuple(r for r in recompiled(notes) if place_of(r.line) not in known),
         others=tuple(telemetry.told(each, counts["calls"]) for each, counts in others.items()),
-        others_why=tuple(reason for pair in others.items() for reason in _why(*pair)),
         whole_steps=sum(counts["replays"] for counts in steps),
         steps=sum(counts["later"] - excused(counts) for counts in steps),
         counters=telemetry.grown(after.counters, before.counters),
@@ -113,18 +112,6 @@ def _report(
         graphs_ms=min(clock.in_graphs, clock.whole) if clock.whole else None,  # of two streams
         device_ms=clock.whole or None,
     )
-
-
-def _why(
-    other: telemetry.ByHand | telemetry.StepCalls, counts: Mapping[str, int]
-) -> Iterator[Reason]:
-    """Yield causes for calls of what is no compiled graph in pieces or without a graph, and for further recordings."""
-    is_step = isinstance(other, telemetry.StepCalls)
-    for cause in other.in_pieces if is_step else other.why:
-        if counts[cause] and not cause.startswith(telemetry.NOT_JUDGED):
-            why, _, fix = cause.partition("; ")
-            why = f"in pieces: {why}" if is_step else why
-            yield Reason("", "", why, fix, other.name, count=counts[cause])
 
 
 def live(graphs: Iterable[telemetry.Graph]) -> list[Executor]:

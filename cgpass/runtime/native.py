@@ -196,7 +196,9 @@ def compiler() -> list[str]:
     Raises:
         BuildError: There is none.
     """
-    command = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+    command = os.environ.get("CXX", "").strip() or next(
+        filter(shutil.which, ("c++", "g++", "clang++")), None
+    )
     if command is None:
         raise BuildError("no C++ compiler was found (c++, g++, clang++)", _INSTALL)
     try:

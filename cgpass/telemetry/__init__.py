@@ -136,7 +136,7 @@ class StepCalls:
     def counted(self) -> dict[str, int]:
         """Return the counts of whole steps, all calls, and `later` ones."""
         totals = sum((Counter(counts_of(v.stats)) for v in self.variants if v.is_one), Counter())
-        return {**totals, **self.in_pieces, "calls": self.calls, "later": self.later_calls}
+        return dict(totals) | {"calls": self.calls, "later": self.later_calls}
 
     def explain(self) -> str:
         """Describe its calls, a line each."""
@@ -277,8 +277,7 @@ def now() -> Moment:
     }
     calls = {graph: graph.tally.calls for graph in graphs()}
     others = {each: each.counted() for each in registry.counts if isinstance(each, StepCalls)}
-    by_hand = [each for each in registry.counts if isinstance(each, ByHand)]
-    others |= {each: {**counts_of(each), **each.why} for each in by_hand}
+    others |= {each: counts_of(each) for each in registry.counts if isinstance(each, ByHand)}
     return Moment(counters(), calls, parts, others)
 
 

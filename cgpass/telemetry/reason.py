@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -86,9 +86,9 @@ class Reason:
         return f"{about.lstrip()}{self.detail} [{self.code}]; {self.fix}{more}"
 
 
-def launches_work(why: Sequence[Reason]) -> bool:
-    """Tell whether what runs without a graph for some reasons has work for the device."""
-    return not why or any(each.code not in _NO_WORK for each in why)
+def idle(why: Iterable[Reason]) -> int:
+    """Count the operators that launch nothing among those that some reasons are of."""
+    return sum(each.count for each in why if each.code in _NO_WORK)
 
 
 _FEW: Final = 4

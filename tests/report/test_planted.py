@@ -132,7 +132,7 @@ PLANTED = {
         keeps,
         kept,
         "captured_0: outputs still referenced were copied 6 times (1.5 KiB) [rescues]",
-        "drop results before their backward and the next call, and call zero_grad() before that; or",
+        "drop results before their backward and the next call, and call zero_grad() before that; if",
     ),
     "compiled optimizer": (
         steps,

@@ -125,6 +125,8 @@ def _given_up(text: str, stack: Sequence[Any], rest: str) -> Reason:
     fix, is_others = reason.fix, not is_users(file) or lines.INSTALLED.search(file)
     if library_file(file).startswith("torch/distributed/fsdp/"):
         fix = 'compile each layer by itself (layer.compile(backend="cgpass"))'
+    elif library_file(file).startswith("torch/optim/"):
+        fix = "call step() outside of what is compiled, or make the optimizer with foreach=True"
     elif "torch._dynamo.graph_break()" in text and is_others:
         fix = _OUTSIDE
     more = "or move the code that can be compiled into its own function"
@@ -144,7 +146,7 @@ def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
         detail += f", in {library_file(last.filename)}:{last.lineno}"
         if "torch._dynamo.graph_break()" in text:
             fix = _BY_ITSELF
-        elif fix == _BEHIND or fix.startswith("Avoid "):  # the file is somebody else's
+        elif fix == _BEHIND or fix.startswith(("Avoid ", "Remove ")):  # in somebody else's file
             fix = _OUTSIDE
     elif len(users) > 1:
         detail += f", reached from {at(users[0].filename, users[0].lineno, users[0].name)}"
@@ -156,7 +158,7 @@ def _left_by_torch(stack: Sequence[Any]) -> str | None:
     between = os.path.join(_MODULES, "module.py")  # lies between any two modules
     frames = [each for each in stack if each.filename != between]
     for caller, frame in itertools.pairwise(frames):
-        if os.path.dirname(frame.filename) == _MODULES:
+        if os.path.dirname(frame.filename) == _MODULES and frame.name == "forward":
             name = library_file(frame.filename)
             if caller.filename.startswith(lines.TORCH):
                 return f"what {name} runs besides"
