@@ -18,7 +18,7 @@ class Structure:
     """The structure of arguments or results that tensors fill, each given once; holds none of them."""
 
     def __init__(self, value: Any) -> None:
-        leaves, self.spec = pytree.tree_flatten(value)
+        leaves, self.spec = pytree.tree_flatten(value, _is_leaf)
         tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         distinct = {id(tensor): tensor for _, tensor in tensors}
         numbers = {each: number for number, each in enumerate(distinct)}
@@ -69,8 +69,9 @@ class Binding:
         """
         self._name = name
         self.device = device
-        leaves = _flattened(args, kwargs)[0]
-        self._structure = Structure((args, dict(sorted(kwargs.items()))))
+        leaves = pytree.tree_leaves((args, dict(kwargs)), _is_leaf)
+        self._structure = Structure((args, dict(kwargs)))
+        self._keywords = list(kwargs)
         self._names = _names(args, kwargs, len(leaves))
         self._places = [i for i, _ in self._structure.places]
         self._constants = [(i, v) for i, v in enumerate(leaves) if i not in self._places]
@@ -124,7 +125,10 @@ class Binding:
         """Return what is in the places of the sample's tensors, and of its flags."""
         if len(args) == self._num_tensors and not kwargs:
             return list(args), ()
-        leaves, spec = _flattened(args, kwargs)
+        if kwargs and list(kwargs) != self._keywords:  # code may go through them in order
+            ordered = {name: kwargs[name] for name in self._keywords if name in kwargs}
+            kwargs = ordered | kwargs
+        leaves, spec = pytree.tree_flatten((args, kwargs), _is_leaf)
         if spec != self._structure.spec:
             found, wanted = dict.fromkeys(_names(args, kwargs, len(leaves))), self._names
             said = [f"no {name}" for name in wanted if name not in found]
@@ -188,16 +192,15 @@ def like_leaf(sample: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     return leaf.requires_grad_(sample.requires_grad)
 
 
-def _flattened(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[list[Any], pytree.TreeSpec]:
-    return pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
+def _is_leaf(value: object) -> bool:
+    """Keep sizes whole: pytree makes tuples of them."""
+    return isinstance(value, torch.Size)
 
 
 def _names(args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int) -> list[str]:
     """Return `args[0]`, `kwargs['mask']`, `args[1]['x'][0]`."""
     try:
-        pairs, _ = pytree.tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
+        pairs, _ = pytree.tree_flatten_with_path((args, dict(kwargs)), _is_leaf)
     except ValueError:  # some node does not tell what its children are called
         return [f"leaf {n} of the arguments" for n in range(count)]
     roots = {"[0]": "args", "[1]": "kwargs"}

@@ -351,10 +351,11 @@ class Pair:
         if not (self._strides or self._written or self._written_at):
             return None
         names = self.description.binding.names
-        if self._written_at:
-            for name, arg in zip(names, args, strict=False):
-                if arg.numel() and arg.untyped_storage().data_ptr() in self._written_at:
-                    return f"{name} shares memory with a tensor of its own that it writes (pass a clone, or read that one)"
+        if self._written_at or (self._written and self.forward.outside):
+            for i, name in enumerate(names):
+                at = args[i].untyped_storage().data_ptr() if args[i].numel() else None
+                if at in self._written_at or (i in self._written and at in self.forward.outside):
+                    return f"{name} shares memory with a tensor of its own, and one is written (pass a clone, or use that one)"
         for i, stride in self._strides:
             if args[i].stride() != stride or args[i].is_conj() or args[i].is_neg():
                 return f"{names[i]}, which it writes or returns, has another memory layout than the sample"

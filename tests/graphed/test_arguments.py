@@ -1,6 +1,7 @@
 """Arguments and gradients of every layout, that share memory, that are written, or that are one tensor."""
 
 import copy
+import itertools
 import logging
 
 import pytest
@@ -133,7 +134,7 @@ class Sums(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "writes_own"), [(torch.nn.Buffer, True), (torch.nn.Buffer, False), (torch.clone, True)]
+    ("kind", "writes_own"), [*itertools.product((torch.nn.Buffer, torch.clone), (True, False))]
 )
 def test_an_argument_that_is_or_views_a_buffer(setting, kind, writes_own, caplog):
     """As a module's own state that is fed back, or a window of its cache: the write reaches the other one."""
@@ -144,6 +145,19 @@ def test_an_argument_that_is_or_views_a_buffer(setting, kind, writes_own, caplog
         same(graphed(way(module)), plain(way(plain)))
     assert graphed.graphed.stats.plain_calls == 2
     assert "shares memory with" in caplog.text
+
+
+def test_keywords_come_in_the_order_of_the_sample(setting):
+    def fn(**features):
+        return torch.cat([*features.values()]), features["b"].shape
+
+    graphed = setting.graphed(fn, (), {"b": setting.randn(2), "a": setting.randn(3)})
+    a, b = setting.randn(3), setting.randn(2)
+    for named in ({"b": b, "a": a}, {"a": a, "b": b}):
+        found, size = graphed(**named)
+        same(found, torch.cat([b, a]))
+        assert size.numel() == 2
+    assert graphed.stats.replays == 2
 
 
 def test_an_argument_returned_under_no_grad_is_that_argument(setting):
