@@ -48,7 +48,9 @@ class Arguments:
     """The arguments of a call, their tensors saved on a node: hooks see them, and their versions are checked."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        self._leaves, self._spec = pytree.tree_flatten(
+            (args, kwargs), lambda each: isinstance(each, torch.Size)
+        )
         self._places = [i for i, v in enumerate(self._leaves) if isinstance(v, torch.Tensor)]
         tensors = [self._leaves[i] for i in self._places]
         for i in self._places:

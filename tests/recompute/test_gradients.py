@@ -139,3 +139,11 @@ def test_an_argument_changed_in_place_before_the_backward_is_autograds_own_error
     z.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_a_size_among_the_arguments_stays_one():
+    x = torch.randn(3, requires_grad=True)
+    cgpass.checkpoint(
+        lambda x, size: x.exp() * size.numel(), x, torch.Size([2, 3])
+    ).sum().backward()
+    assert torch.equal(x.grad, x.exp() * 6)
