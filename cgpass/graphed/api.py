@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from cgpass import torch_private
 from cgpass.errors import DriverUnavailableError, GraphedArgumentError, ScheduleError
 from cgpass.graphed.binding import Binding
 from cgpass.graphed.callables import GraphedFunction, prepared
@@ -101,6 +102,10 @@ def make_graphed_callables(
     targets = [
         Target(fn, named[i], i if several else None, copied=copied) for i, fn in enumerate(fns)
     ]
+    if torch_private.has_function_modes():
+        raise GraphedArgumentError(
+            "make_graphed_callables: a TorchFunctionMode is active, and would be recorded. Leave its block first."
+        )
     device = _device((args, kwargs), targets)
     bindings = [
         Binding(targets[i].name, tuple(args[number]), kwargs[number], device)

@@ -121,7 +121,7 @@ class Differentiated:
         for i in written:
             if i < end and self.leaves[i].requires_grad:
                 raise d.refusal(
-                    f"writes {binding.names[i]} in place, which requires grad. Write to a copy"
+                    f"writes {binding.names[i]} in place, and it or the value requires grad. Write to a copy"
                 )
         torch.autograd.graph.increment_version([args[i] for i in written])
         return results

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from cgpass.telemetry.reason import Reason, idle
+from cgpass.telemetry.reason import Reason, at_work
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, RecordingNote
 
 
@@ -57,10 +57,10 @@ class GraphReport(GraphSummary):
     def work(self) -> tuple[int, int]:
         """Operators that CUDA graphs ran, and all that ran, but for warm-ups and what launches nothing."""
         if self.skip is not None:
-            return 0, self.calls * (self.num_ops - idle(self.why))
+            return 0, self.calls * at_work(self.num_ops, self.why)
         done = sum(part.replays * part.num_ops for part in self.partitions)
-        left_out = sum(part.calls * idle(part.reasons) for part in self.partitions)
-        return done, sum(part.calls * part.num_ops for part in self.partitions) - left_out
+        every = ((p, () if p.captured else p.reasons) for p in self.partitions)
+        return done, sum(part.calls * at_work(part.num_ops, why) for part, why in every)
 
 
 @dataclass(kw_only=True)

@@ -2,14 +2,14 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 CHOSEN: Final = frozenset({"too_small", "no_work", "lifted", "cpu_number", "effect_token"})
 """Codes of what nobody wants captured: it is not worth it, or nothing of it runs on the device."""
 
-_NO_WORK: Final = CHOSEN - {"too_small"}
+_NO_WORK: Final = CHOSEN - {"too_small"} | {"host_only"}
 
 OTHER_FIXES: Final = {
     "too_small": "leave it: it launches little work; or lower min_partition_ops to the number of its operators",
@@ -86,9 +86,12 @@ class Reason:
         return f"{about.lstrip()}{self.detail} [{self.code}]; {self.fix}{more}"
 
 
-def idle(why: Iterable[Reason]) -> int:
-    """Count the operators that launch nothing among those that some reasons are of."""
-    return sum(each.count for each in why if each.code in _NO_WORK)
+def at_work(num_ops: int, why: Sequence[Reason]) -> int:
+    """Count the operators that have work for the device, of some that run without a graph for these reasons."""
+    idle = [each for each in why if each.code in _NO_WORK]
+    if why and all(each.is_chosen for each in idle) and len(idle) == len(why):
+        return 0  # what computes sizes is named by none
+    return num_ops - sum(each.count for each in idle)
 
 
 _FEW: Final = 4

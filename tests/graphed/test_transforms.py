@@ -7,6 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from cgpass.errors import GraphedArgumentError
 from tests.graphed.steps import check, graphed_twins, net, same, same_grads, twins
 
 
@@ -66,6 +67,8 @@ def test_dispatch_modes(setting, caplog):
     assert graphed.graphed.stats.replays == 0
     with Doubles():
         same(graphed(x), plain(x))
+        with pytest.raises(GraphedArgumentError, match="a TorchFunctionMode is active"):
+            setting.graphed(torch.sin, (x,))
     with torch.device(setting.device):  # a mode of functions, too
         same(graphed(x), plain(x))
     assert graphed.graphed.stats.replays == 1

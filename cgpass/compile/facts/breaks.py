@@ -22,6 +22,9 @@ from cgpass.telemetry.summaries import GraphSummary
 _HOST_READ: Final = op_tables.FIXES["host_read"]
 _OUTSIDE: Final = "call it outside of what is compiled"
 _BEHIND: Final = f"{_OUTSIDE}, or behind `if not torch.compiler.is_compiling():`"
+_BRANCH: Final = (
+    "use torch.where or torch.cond; to check: assert torch.isfinite(x).all(), 'fixed text'"
+)
 _BY_ITSELF: Final = "leave it: torch compiles the function called there by itself"
 _KNOWN: Final = (
     (r"Tensor\.backward\(\) call", "the backward is called", "leave it: it has its own graphs"),
@@ -34,7 +37,7 @@ _KNOWN: Final = (
     (
         r"generic_jump|Data-dependent branching",
         "a branch on a tensor's value",
-        "use torch.where or torch.cond; to check: assert torch.isfinite(x).all(), 'fixed text'",
+        _BRANCH,
     ),
     (r"builtin operator `(print)`|_(warnings\.warn)`", r"\1\2 can't be traced", _BEHIND),
     (r"logging\.Logger|[Ll]ogger", "a logger's method can't be traced", _BEHIND),
@@ -48,6 +51,11 @@ _KNOWN: Final = (
     (r"enter a `(\w+)` context manager", r"a `with` block of a \1 can't be traced", _OUTSIDE),
     ("Reconstruction failure", "what it calls can't be kept across a graph break", _OUTSIDE),
     ("sparse [Tt]ensor", "a sparse tensor is made or used", _OUTSIDE),
+    (
+        r"torch\.compiler\.disable\(\)",
+        "what torch.compiler.disable keeps out is called",
+        "call it before or after what is compiled; or remove the disable, if it is yours",
+    ),
     ("Observed exception", "an exception is raised", "check and raise before what is compiled"),
     (r"torch\._dynamo\.graph_break\(\)", "torch._dynamo.graph_break() is called", "remove it"),
     ("comprehension_graph_break", "a graph break in a comprehension", "take it out of there"),
@@ -68,6 +76,7 @@ _OPERATOR: Final = re.compile(r"(?<=Operator )`(aten\.(\w+)\.\w+)`")
 _RANDOM: Final = re.compile(r"^(?!.*\.(?:item|tolist)\().*(?<!torch\.)\brandom\.\w+\(")
 _MODULES: Final = os.path.dirname(torch.nn.modules.__file__)
 _SENTENCE: Final = re.compile(r"\. (?=[A-Z])")  # "e.g. " ends none
+_DISABLED: Final = "torch.compiler.disable()"
 _LENGTH: Final = 160
 """Of the words of torch's own that are shown."""
 _LIMIT: Final = re.compile(r"exceeding the (\w*recompile_limit) .*currently set to (\d+)")
@@ -126,7 +135,8 @@ def _given_up(text: str, stack: Sequence[Any], rest: str) -> Reason:
     if library_file(file).startswith("torch/distributed/fsdp/"):
         fix = 'compile each layer by itself (layer.compile(backend="cgpass"))'
     elif library_file(file).startswith("torch/optim/"):
-        fix = "call step() outside of what is compiled, or make the optimizer with foreach=True"
+        fix = "call step() outside of what is compiled"
+        fix += ", or make the optimizer with foreach=True" * (_DISABLED in text)
     elif "torch._dynamo.graph_break()" in text and is_others:
         fix = _OUTSIDE
     more = "or move the code that can be compiled into its own function"
@@ -146,7 +156,7 @@ def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
         detail += f", in {library_file(last.filename)}:{last.lineno}"
         if "torch._dynamo.graph_break()" in text:
             fix = _BY_ITSELF
-        elif fix == _BEHIND or fix.startswith(("Avoid ", "Remove ")):  # in somebody else's file
+        elif fix in (_BEHIND, _HOST_READ, _BRANCH) or fix.startswith("Avoid "):  # in others' files
             fix = _OUTSIDE
     elif len(users) > 1:
         detail += f", reached from {at(users[0].filename, users[0].lineno, users[0].name)}"

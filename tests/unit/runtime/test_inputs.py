@@ -154,11 +154,8 @@ def test_of_one_storage_the_oldest_places_are_forgotten():
 
 
 KNOWN = set(COPIED_AS_THEY_ARE)
-OTHERS = [
-    each
-    for name, each in sorted(vars(torch).items())
-    if isinstance(each, torch.dtype) and each not in KNOWN and not name.startswith("q")
-]
+EVERY = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+OTHERS = [each for each in sorted(EVERY - KNOWN, key=str) if not str(each).startswith("torch.q")]
 """All that this torch has, but for quantised ones."""
 pytestmark = pytest.mark.filterwarnings("ignore:B?Complex")
 
