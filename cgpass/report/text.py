@@ -104,8 +104,7 @@ def facts(report: Facts) -> Iterator[str]:
             f"({ratio:.2f} times as long)"
         )
     if report.steps:
-        why = ": see the end" if report.whole_steps < report.steps else ""
-        yield f"{report.whole_steps} of {many(report.steps, 'training step')} after first ones and warm-ups were one graph{why}"
+        yield f"{report.whole_steps} of {many(report.steps, 'training step')} after first ones and warm-ups were one graph (see the end)"
     grown = report.counters
     if report.graphs:
         yield (

@@ -22,23 +22,13 @@ from cgpass.telemetry.summaries import GraphSummary
 _HOST_READ: Final = op_tables.FIXES["host_read"]
 _OUTSIDE: Final = "call it outside of what is compiled"
 _BEHIND: Final = f"{_OUTSIDE}, or behind `if not torch.compiler.is_compiling():`"
-_BRANCH: Final = (
-    "use torch.where or torch.cond; to check: assert torch.isfinite(x).all(), 'fixed text'"
-)
+_BRANCH: Final = "use torch.where or torch.cond; to check: assert torch.isfinite(x).all(), 'text'"
 _BY_ITSELF: Final = "leave it: torch compiles the function called there by itself"
 _KNOWN: Final = (
     (r"Tensor\.backward\(\) call", "the backward is called", "leave it: it has its own graphs"),
     (r"`Optimizer\.zero_grad`", "gradients are cleared", "leave it: it launches little"),
-    (
-        r"Tensor\.item\(\)|_local_scalar_dense|tolist\(\)",
-        "the host reads a tensor's value",
-        _HOST_READ,
-    ),
-    (
-        r"generic_jump|Data-dependent branching",
-        "a branch on a tensor's value",
-        _BRANCH,
-    ),
+    (r"\.item\(\)|_local_scalar_dense|tolist\(\)", "the host reads a tensor's value", _HOST_READ),
+    (r"generic_jump|Data-dependent branching", "a branch on a tensor's value", _BRANCH),
     (r"builtin operator `(print)`|_(warnings\.warn)`", r"\1\2 can't be traced", _BEHIND),
     (r"logging\.Logger|[Ll]ogger", "a logger's method can't be traced", _BEHIND),
     (
@@ -51,11 +41,7 @@ _KNOWN: Final = (
     (r"enter a `(\w+)` context manager", r"a `with` block of a \1 can't be traced", _OUTSIDE),
     ("Reconstruction failure", "what it calls can't be kept across a graph break", _OUTSIDE),
     ("sparse [Tt]ensor", "a sparse tensor is made or used", _OUTSIDE),
-    (
-        r"torch\.compiler\.disable\(\)",
-        "what torch.compiler.disable keeps out is called",
-        "call it before or after what is compiled; or remove the disable, if it is yours",
-    ),
+    (r"compiler\.disable\(\)", "what torch.compiler.disable keeps out is called", _OUTSIDE),
     ("Observed exception", "an exception is raised", "check and raise before what is compiled"),
     (r"torch\._dynamo\.graph_break\(\)", "torch._dynamo.graph_break() is called", "remove it"),
     ("comprehension_graph_break", "a graph break in a comprehension", "take it out of there"),
@@ -76,7 +62,6 @@ _OPERATOR: Final = re.compile(r"(?<=Operator )`(aten\.(\w+)\.\w+)`")
 _RANDOM: Final = re.compile(r"^(?!.*\.(?:item|tolist)\().*(?<!torch\.)\brandom\.\w+\(")
 _MODULES: Final = os.path.dirname(torch.nn.modules.__file__)
 _SENTENCE: Final = re.compile(r"\. (?=[A-Z])")  # "e.g. " ends none
-_DISABLED: Final = "torch.compiler.disable()"
 _LENGTH: Final = 160
 """Of the words of torch's own that are shown."""
 _LIMIT: Final = re.compile(r"exceeding the (\w*recompile_limit) .*currently set to (\d+)")
@@ -136,7 +121,7 @@ def _given_up(text: str, stack: Sequence[Any], rest: str) -> Reason:
         fix = 'compile each layer by itself (layer.compile(backend="cgpass"))'
     elif library_file(file).startswith("torch/optim/"):
         fix = "call step() outside of what is compiled"
-        fix += ", or make the optimizer with foreach=True" * (_DISABLED in text)
+        fix += ", or make the optimizer with foreach=True" * ("compiler.disable()" in text)
     elif "torch._dynamo.graph_break()" in text and is_others:
         fix = _OUTSIDE
     more = "or move the code that can be compiled into its own function"
