@@ -406,6 +406,10 @@ def test_nobody_is_told_to_change_what_others_wrote(file, fix):
     frames = [traceback.FrameSummary(each, 9, "forward") for each in ("/home/me/a.py", file)]
     text = "Call to `torch._dynamo.graph_break()`"
     assert breaks._given_up(text, frames, "f").fix == f"{fix}{CALLED}"
+    for hint in ("Remove mutations from the generator.", "Avoid it."):
+        text = f"A generator\n  Hint: {hint}"
+        frames = [frames[0], traceback.FrameSummary(torch.nn.modules.module.__file__, 9, "f")]
+        assert breaks._of_stack(text, frames).fix == breaks._OUTSIDE
 
 
 def test_a_break_that_gives_up_all_of_a_function_is_named_until_a_reset():

@@ -141,7 +141,7 @@ def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
         detail += f", in {library_file(last.filename)}:{last.lineno}"
         if "torch._dynamo.graph_break()" in text:
             fix = _BY_ITSELF
-        elif fix in (_BEHIND, _HOST_READ, _BRANCH) or fix.startswith("Avoid "):  # in others' files
+        elif fix in (_BEHIND, _HOST_READ, _BRANCH) or fix.startswith(("Avoid ", "Remove ")):
             fix = _OUTSIDE
     elif len(users) > 1:
         detail += f", reached from {at(users[0].filename, users[0].lineno, users[0].name)}"
