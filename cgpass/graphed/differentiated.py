@@ -107,11 +107,11 @@ class Differentiated:
                 check_tensor(f"{d.name}: a result", out, out.device)
             results = [out.detach() for out in outputs]
             edge = torch.autograd.graph.get_gradient_edge
-            known = _positions(self.leaves)
-            self.given_back = [i for i, out in enumerate(outputs) if id(out) in known]
             # while stand-ins have their sizes: one may be a result
             edges = [edge(out) if d.with_grad and _has_history(out) else None for out in outputs]
             self._refuse_own_gradients("when it runs")
+        known = _positions(self.leaves)
+        self.given_back = [i for i, out in enumerate(outputs) if id(out) in known]
         self.with_grad = [i for i, each in enumerate(edges) if each is not None]
         self._edges = [edges[i] for i in self.with_grad]
         for i, leaf in enumerate(self.leaves[:end]):
