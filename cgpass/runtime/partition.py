@@ -450,6 +450,7 @@ class PartitionRunner:
         cause, fix = f"each had other tensors: {names}", OTHER_FIXES[code]
         if why_not:
             cause = f"each had {names} at a new address, and they {why_not}"
+            code = "new_tensor" if found.new else code
             fix = OTHER_FIXES["new_tensor"] if found.new else _LEAVE_IN_PLACE
         elif code == "new_shape":
             cause = f"each had a new value or layout of {describe(self.layout.infos, new)}"

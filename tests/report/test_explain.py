@@ -21,7 +21,7 @@ from cgpass.report.check import verdict
 from cgpass.report.report import Report
 from cgpass.report.text import findings
 from tests.operators import tagged
-from tests.report.samples import watched
+from tests.report.samples import joined, watched
 
 X = torch.linspace(-1, 1, 32).view(4, 8)
 
@@ -576,6 +576,17 @@ def test_training_steps_that_end_are_told_of_and_no_block_keeps_their_model():
     with cgpass.explain() as report:
         trial(2)
     assert (report.whole_steps, report.steps) == (0, 0), "nothing was recorded"
+
+
+def test_a_parameter_that_moves_in_each_whole_step_is_to_be_written_in_place():
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), fused=True)
+    step = cgpass.train_step(lambda x: model(x).square().mean(), optimizer)
+    with cgpass.explain() as report:
+        for _ in range(8):
+            step(X)
+            model.weight.data = model.weight.data.clamp(-1, 1)
+    assert "an optimizer writes them [new_tensor]; write into it in place" in joined(report)
 
 
 def test_a_backward_that_waits_finds_parameters_as_they_were():
