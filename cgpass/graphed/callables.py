@@ -161,8 +161,8 @@ class GraphedFunction:
         owner = self._owner
         self.stats.calls += 1
         if owner is None or owner.closed or owner.driver.is_capturing():
-            has_none = self._no_graph if owner is None else "it was closed"
-            self.count_plain(has_none if owner is None or owner.closed else "a capture of yours")
+            why = self._no_graph if owner is None else "it was closed"
+            self.count_plain(why if owner is None or owner.closed else "a capture of yours")
             return self._run_plainly(args, kwargs)
         why = self._why_plain()
         tensors, flags = (why, ()) if why else self.binding.bind(args, kwargs)
