@@ -9,7 +9,7 @@ from typing import Final
 
 from cgpass.report.model import Facts, GraphReport, PartitionReport
 from cgpass.runtime.inputs import listed
-from cgpass.telemetry.reason import OTHER_FIXES, Reason, many
+from cgpass.telemetry.reason import KEEP_GRADIENTS, OTHER_FIXES, Reason, many
 
 WIDTH: Final = 100
 _LISTED: Final = 12
@@ -163,7 +163,8 @@ def events(where: str, part: PartitionReport) -> Iterator[tuple[float, Reason]]:
     for each in (each for each in part.copied_inputs if each.moved):
         name = f"{each.name} ({size(each.num_bytes)})"
         why, line = "moved, so each call that finds it at a new place copies it", each.line or where
-        yield 1, Reason("moved", name, why, OTHER_FIXES["new_tensor"], line, count=0)
+        fix = KEEP_GRADIENTS if each.name.endswith(".grad") else OTHER_FIXES["new_tensor"]
+        yield 1, Reason("moved", name, why, fix, line, count=0)
     causes = Counter(note.cause for note in part.recordings if note.cause != "first")
     for cause, count in causes.items():
         notes = [note for note in part.recordings if note.cause == cause]
@@ -171,7 +172,9 @@ def events(where: str, part: PartitionReport) -> Iterator[tuple[float, Reason]]:
         kind = "more recording" if count < part.counts.get("recordings", 0) else "recording"
         details = list(dict.fromkeys(note.detail for note in reversed(notes)))
         more = f"{least}{many(count, kind)}: {listed(details, 3)}"
-        yield count, _at(notes[-1].line, where, cause, more, _CAUSES.get(cause, _DROP))
+        of_grads = cause == "moved" and ".grad (" in more
+        fix = KEEP_GRADIENTS if of_grads else _CAUSES.get(cause, _DROP)
+        yield count, _at(notes[-1].line, where, cause, more, fix)
     if rescues := part.counts.get("rescues", 0):
         copied = size(part.counts.get("rescued_bytes", 0))
         held = f"outputs still referenced were copied {many(rescues, 'time')} ({copied})"

@@ -39,6 +39,9 @@ OTHER_OPTIONS: Final = "compile it once, for one backend and with one set of opt
 """The remedy where other options had a function compiled once more."""
 OTHER_FROZEN: Final = "call torch.compiler.reset() after you freeze or unfreeze layers for good"
 
+KEEP_GRADIENTS: Final = (
+    "keep gradients in place with zero_grad(set_to_none=False): backwards add to them"
+)
 _SIZE: Final = re.compile(r"^(.+)\.size\((\d+)\)$")
 """The size of a dimension, by the name of the input."""
 FEW_SIZES: Final = "use few sizes: pad the batch, or drop the last one (drop_last=True)"
@@ -164,7 +167,7 @@ def _new(code: str, name: str, line: str | None, count: int, calls: int) -> Reas
     detail = f"{NEW[code]} in {many_calls}: each such call warms up, or is recorded"
     fix = OTHER_FIXES[code]
     if code == "new_tensor" and name.endswith(".grad"):
-        fix = "keep gradients in place with zero_grad(set_to_none=False): backwards add to them"
+        fix = KEEP_GRADIENTS
     elif code == "new_shape" and (size := _SIZE.match(name)):
         is_batch = size[2] == "0" and not name.startswith("___stack")
         fix = FEW_SIZES if is_batch else f"pad dimension {size[2]} of {size[1]} to a few sizes"

@@ -20,6 +20,7 @@ from cgpass.report import watch
 from cgpass.report.check import verdict
 from cgpass.report.report import Report
 from cgpass.report.text import findings
+from cgpass.telemetry import reason
 from tests.operators import tagged
 from tests.report.samples import joined, watched
 
@@ -587,6 +588,20 @@ def test_a_parameter_that_moves_in_each_whole_step_is_to_be_written_in_place():
             step(X)
             model.weight.data = model.weight.data.clamp(-1, 1)
     assert "an optimizer writes them [new_tensor]; write into it in place" in joined(report)
+
+
+def test_gradients_that_move_are_to_be_kept_in_place():
+    model = nn.Linear(8, 1)
+    clip = torch.compile(
+        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0), backend="cgpass"
+    )
+    with cgpass.explain() as report:
+        for _ in range(12):
+            model(X).sum().backward()
+            clip()
+            model.zero_grad()
+    fixes = {each.fix for each in findings(report) if each.code == "moved"}
+    assert fixes == {reason.KEEP_GRADIENTS}
 
 
 def test_a_backward_that_waits_finds_parameters_as_they_were():
