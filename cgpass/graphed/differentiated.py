@@ -241,10 +241,12 @@ class Differentiated:
         for attributes, values in self._attributes:
             attributes.update(values)
         self._saved, self._left = list(saved), list(self._uses)
-        known = [*saved, *grads, *members]
-        taken = self.beside.union(t.untyped_storage().data_ptr() for t in known if has_place(t))
+        storages = [t.untyped_storage() for t in saved if has_place(t)]
+        ends = [(each.data_ptr(), torch_private.WeakStorage(each)) for each in storages]
+        others = [t.untyped_storage() for t in (*grads, *members) if has_place(t)]
+        taken = self.beside.union(each.data_ptr() for each in others)
         given = list(grads)
-        del known
+        del storages, others
         saved.clear()
         grads.clear()
         if not self.wanted:
@@ -272,7 +274,8 @@ class Differentiated:
         layouts = {grad.layout for grad in found if grad is not None} - {torch.strided}
         if layouts:
             raise self._d.refusal(f"has gradients of layout {layouts.pop()}. Make them dense")
-        return _apart(found, taken)
+        # gradients may lie where saved tensors were
+        return _apart(found, taken.union(at for at, each in ends if not each.expired()))
 
     def _refuse_own_gradients(self, when: str) -> None:
         """Refuse what adds to `.grad` by itself, as by `torch.autograd.backward` inside."""

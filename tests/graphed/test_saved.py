@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as torchs
 
 import cgpass
-from tests.graphed.steps import check, graphed_twins, move, net, same, same_grads, twins
+from tests.graphed.steps import Setting, check, graphed_twins, move, net, same, same_grads, twins
 
 
 class Fused(torch.autograd.Function):
@@ -222,3 +222,37 @@ def test_recorded_while_anomalies_are_looked_for(setting):
         check(setting, graphed, plain)
         with pytest.raises(RuntimeError, match="nan values"):
             graphed(x).mul(0).sqrt().mul(0).sum().backward()
+
+
+class Saved(torch.autograd.Function):
+    """Its gradient is what it saved, whatever it is given."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.exp())
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0]
+
+
+def test_a_gradient_that_is_a_saved_tensor_is_its_receivers(setting):
+    x = setting.randn(4, 8, grad=True)
+    graphed = setting.graphed(Saved.apply, (x,))
+    for _ in range(2):
+        loss = graphed(x)
+        torch.autograd.grad(loss, x, retain_graph=True)[0].zero_()
+        (found,) = torch.autograd.grad(loss, x)
+        graphed(x)
+        same(found, x.exp())
+
+
+def test_gradients_that_lie_where_saved_tensors_were_are_no_copies():
+    setting = Setting("simulated", torch.device("cpu"))
+    layers = torch.nn.Sequential(*(net(64) for _ in range(4)))  # saved tensors of a weight's size
+    loss = setting.graphed(layers, (torch.randn(64, 64),))(torch.randn(64, 64)).sum()
+    with torch.profiler.profile() as seen:
+        loss.backward()
+    names = {event.key for event in seen.key_averages()}
+    assert "aten::gelu_backward" in names and "aten::clone" not in names
