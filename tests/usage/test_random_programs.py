@@ -223,7 +223,7 @@ def forgotten():
 
 
 def test_random_programs_on_random_graphs(setting):
-    @profile(15, ASKED // PER_GRAPH)
+    @profile(10, ASKED // PER_GRAPH)
     @given(cases(PER_GRAPH))
     def run(case):
         graph, chosen, drawn = case

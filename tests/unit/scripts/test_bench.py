@@ -114,7 +114,7 @@ def run(tmp_path, *given):
 
 def test_all_arms_that_run_on_cpu(tmp_path, capsys):
     ours = ("cgpass", "cgpass-step", "graphed")
-    chosen = ["eager", "default", *ours, "limit"]
+    chosen = ["eager", *ours, "limit"]
     status, data = run(tmp_path, "--models=stack1", "--arms", *chosen)
     found = data["results"][0]["arms"]
     assert (status, list(found)) == (0, chosen), capsys.readouterr().err
