@@ -18,9 +18,9 @@ Note [What a call does]
         remembered, if there is no room for it). What reads its results in this very call runs without a graph, too
 
     Nothing else decides. A recording goes when a storage that it reads in place is gone, or the recording whose values it
-    reads, once something else is recorded. All go, and are made again in their next calls, before a larger one is made, which finds no room in their
-    memory (`Owner.make_space`), and when a second thread calls; a backward's do once, when its gradients turn out to be
-    kept while a forward runs (`move_apart`). A partition that failed keeps the recordings that it has.
+    reads, once something else is recorded. All go, and are made again in their next calls, before a larger one is made
+    that finds no room in their memory (`Owner.make_space`), and when a second thread calls; a backward's do once, when its
+    gradients turn out to be kept while a forward runs (`move_apart`). A partition that failed keeps its recordings.
 """
 
 import logging
