@@ -118,7 +118,8 @@ class GraphBuilder:
             )
         driver = self.options.driver
         known, causes = (_OFF, ()) if driver == "none" else (why, found)
-        graph = self._add_graph(skip=known, num_ops=num_ops(gm), why=causes)
+        count = num_ops(gm) if is_skip or found else 0  # what computes sizes is no work
+        graph = self._add_graph(skip=known, num_ops=count, why=causes)
         on_cuda = any(d.type == "cuda" for d in devices(gm))
         if is_skip and (driver in ("cuda", "simulated") or (driver == "auto" and on_cuda)):
             telemetry.registry.compiled.skips += 1

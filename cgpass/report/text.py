@@ -81,6 +81,8 @@ def headline(report: Facts) -> str:
         )
     elif report.graphs and not (report.left_to_eager or report.others):
         inside = "only warm-up calls ran: call it more often"
+        if report.recompilations:
+            inside = "only warm-up calls ran: functions were compiled once more (see below)"
         if not any(part.captured for part in report.partitions):
             inside = "there was nothing to record: what was compiled launches no work"
     elif report.graph_breaks or report.left_to_eager:

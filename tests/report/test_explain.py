@@ -161,14 +161,16 @@ def test_watching_adds_nothing_to_a_step():
     assert all(each._steps is steps for each, steps in zip(executors, before, strict=True))
 
 
-def test_views_that_no_graph_makes_are_no_work_that_is_lost():
+def test_views_and_sizes_that_no_graph_makes_are_no_work_that_is_lost():
     log = torch.compiler.disable(lambda x: None)
     call = torch.compile(
         lambda x: (y := x.sin().cos().exp().tanh(), log(y), y.view(y.size(0) * y.size(1)))[2],
         backend="cgpass",
         dynamic=True,
     )
-    report = watched(call, X, X, X)
+    sizes = torch.compile(lambda x: x.size(0) * x.size(1), backend="cgpass", dynamic=True)
+    report = watched(lambda x: (call(x), sizes(x)), X, X, X)
+    assert len(report.graphs) == 3
     assert report.work == (2 * 4, 2 * 4)
     assert verdict(report, 1.0)[0]
 

@@ -59,7 +59,12 @@ def test_a_rescue_that_an_exception_ends_leaves_no_stale_values():
 @pytest.mark.usefixtures("nothing_stays_frozen")
 @pytest.mark.parametrize(
     ("name", "every"),
-    [("held_now_and_then", 31), ("dropout", 61), ("train_step_adamw", 97), ("graphed_pending", 151)],
+    [
+        ("held_now_and_then", 31),
+        ("dropout", 61),
+        ("train_step_adamw", 97),
+        ("graphed_pending", 151),
+    ],
 )
 def test_programs_go_on_after_any_fault(name, every):
     assert_all_come_out_right(Campaign(name).faults()[::every], 40)

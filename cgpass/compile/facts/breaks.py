@@ -22,7 +22,7 @@ from cgpass.telemetry.summaries import GraphSummary
 _HOST_READ: Final = op_tables.FIXES["host_read"]
 _OUTSIDE: Final = "call it outside of what is compiled"
 _BEHIND: Final = f"{_OUTSIDE}, or behind `if not torch.compiler.is_compiling():`"
-_BRANCH: Final = "use torch.where or torch.cond; to check: assert torch.isfinite(x).all(), 'text'"
+_BRANCH: Final = "use torch.where; to check: assert torch.isfinite(x).all(), 'text'"
 _BY_ITSELF: Final = "leave it: torch compiles the function called there by itself"
 _KNOWN: Final = (
     (r"Tensor\.backward\(\) call", "the backward is called", "leave it: it has its own graphs"),
@@ -69,6 +69,8 @@ _GUARD: Final = re.compile(
     r"(?:\[?\d+/\d+\]?: )?(.*?)(?: +# (.*?) *# (\S+):(\d+) in (\S+).*| {2,}# .*)?(?: *\(HINT: .*\))?\s*$"
 )
 """A guard that failed, with the line that needs it."""
+_FRAME: Final = re.compile(r'File "(.+)", line (\d+), in (.+)\n +(.*)')
+"""A frame of the stack below a guard."""
 _WRAPPER: Final = os.path.join("torch", "_dynamo", "external_utils.py")
 """Holds the function as which Dynamo compiles modules of torch's. Source: `wrap_inline`, 2.11 to 2.15."""
 
@@ -293,5 +295,11 @@ def _cause(text: str, own: str, fix: str) -> tuple[str, str | None, str]:
         fix = OTHER_FROZEN if of_parameter and "requires_grad" in guard else fix
     if guard.startswith("BACKEND_MATCH"):
         guard, fix = "backend or options were others", OTHER_OPTIONS
-    file = own if own.endswith(file) else file  # torch names its end alone
+    users = [frame for frame in _FRAME.findall(text) if is_users(frame[0])]
+    if users:
+        file, line, name, code = users[-1]
+    elif own.endswith(file):  # torch names its end alone
+        file = own
+    else:
+        line = None
     return guard.rstrip("."), at(file, line, name, code) if line else None, fix
