@@ -180,7 +180,7 @@ class Moment:
 
 @dataclass
 class Registry:
-    """What is counted. Threads only append to its lists, so that none needs a lock."""
+    """Everything that is counted. Threads only append to its lists, so that none needs a lock."""
 
     compiled: CompileStats = field(default_factory=CompileStats)
     counts: list[CallStats | StepCalls] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Import directions, and that importing cgpass is light."""
+"""Import directions, and that unit tests mirror the package."""
 
 import ast
 import graphlib
@@ -135,6 +135,14 @@ def test_the_rules_catch_what_they_should():
     code = "import a\ndef f():\n    if a:\n        from b import c\nif a:\n    import d\n"
     assert list(imports(ast.parse(code))) == ["a", "d"]
     assert list(imports(ast.parse(code), inside_functions=True)) == ["b.c"]
+
+
+def test_unit_tests_are_named_after_the_modules_that_they_test():
+    unit = Path(__file__).parent
+    names = {p.relative_to(unit).as_posix().replace("test_", "") for p in unit.rglob("test_*.py")}
+    others = {name for name in names if not (ROOT / name).exists()}
+    others -= {name for name in others if name.startswith("scripts/")}
+    assert others == {"layers.py", "public_names.py", "telemetry/telemetry.py"}, "of the package"
 
 
 def conditions_in_with_blocks(node, inside=False):
