@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from cgpass.errors import ReportError
 from cgpass.report.model import Facts
-from cgpass.report.text import costs, headline, share, wrapped
+from cgpass.report.text import costs, headline, others, share, wrapped
 from cgpass.telemetry.reason import NEW, many
 
 _FAILED = frozenset({"capture", "failed_capture", "out_of_memory"})
@@ -37,11 +37,7 @@ def verdict(report: Facts, least: float) -> tuple[bool, str]:
         said = ["nothing to check: " * bool(report.others) + headline(report)]
     lines = wrapped(f"cgpass check: {'passed' if passes else 'FAILED'}: {'; '.join(said)}")
     lines += ["fell back:", *(row for each in late for row in wrapped(each, 2))] if late else []
-    if not passes and report.others:
-        lines.append("")
-        for each in (line for other in report.others for line in other.splitlines()):
-            lines += wrapped(each, len(each) - len(each.lstrip()))
-    return passes, "\n".join([*lines, *costs(report)])
+    return passes, "\n".join([*lines, *(() if passes else others(report)), *costs(report)])
 
 
 def fell_back(report: Facts) -> list[str]:

@@ -274,9 +274,8 @@ def _keep(stack: contextlib.ExitStack, value: Any) -> None:
 def _copy(value: torch.Tensor) -> torch.Tensor | None:
     """In host memory, but for what only its own class can copy; None where nobody writes: lazy, meta and expanded ones."""
     is_strided = value.layout is torch.strided
-    if torch.nn.parameter.is_lazy(value) or value.is_meta:
-        return None
-    if is_strided and overlaps_itself(value):
+    is_lazy = torch.nn.parameter.is_lazy(value) or value.is_meta
+    if is_lazy or (is_strided and overlaps_itself(value)):
         return None
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and is_strided
     return value.detach().to("cpu", copy=True) if is_plain else value.detach().clone()

@@ -218,11 +218,15 @@ def text(report: Facts) -> str:
         lines += ["", *wrapped(place)]
         for graph in graphs:
             lines += [*wrapped(head(graph), 2), *table(graph)]
+    return "\n".join([*lines, *others(report)])
+
+
+def others(report: Facts) -> Iterator[str]:
+    """Yield lines on training steps and callables graphed by hand."""
     for other in report.others:
-        lines.append("")
+        yield ""
         for each in other.splitlines():
-            lines += wrapped(each, len(each) - len(each.lstrip()))
-    return "\n".join(lines)
+            yield from wrapped(each, len(each) - len(each.lstrip()))
 
 
 def costs(report: Facts) -> list[str]:

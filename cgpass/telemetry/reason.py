@@ -120,7 +120,6 @@ class CallReasons:
     """
 
     def __init__(self) -> None:
-        """Nothing ran yet."""
         self._details: dict[str, tuple[str, str | None]] = {}
         self._counts: Counter[str] = Counter()
         self._changed: Counter[tuple[str, str, str | None]] = Counter()
@@ -163,8 +162,8 @@ class CallReasons:
 
 
 def _new(code: str, name: str, line: str | None, count: int, calls: int) -> Reason:
-    many_calls = f"{count} of {many(calls, 'call')}"
-    detail = f"{NEW[code]} in {many_calls}: each such call warms up, or is recorded"
+    often = f"in {count} of {many(calls, 'call')}"
+    detail = f"{NEW[code]} {often}: each such call warms up, or is recorded"
     fix = OTHER_FIXES[code]
     if code == "new_tensor" and name.endswith(".grad"):
         fix = KEEP_GRADIENTS

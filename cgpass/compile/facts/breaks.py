@@ -69,8 +69,6 @@ _GUARD: Final = re.compile(
     r"(?:\[?\d+/\d+\]?: )?(.*?)(?: +# (.*?) *# (\S+):(\d+) in (\S+).*| {2,}# .*)?(?: *\(HINT: .*\))?\s*$"
 )
 """A guard that failed, with the line that needs it."""
-_FRAME: Final = re.compile(r'File "(.+)", line (\d+), in (.+)\n +(.*)')
-"""A frame of the stack below a guard."""
 _WRAPPER: Final = os.path.join("torch", "_dynamo", "external_utils.py")
 """Holds the function as which Dynamo compiles modules of torch's. Source: `wrap_inline`, 2.11 to 2.15."""
 
@@ -295,11 +293,7 @@ def _cause(text: str, own: str, fix: str) -> tuple[str, str | None, str]:
         fix = OTHER_FROZEN if of_parameter and "requires_grad" in guard else fix
     if guard.startswith("BACKEND_MATCH"):
         guard, fix = "backend or options were others", OTHER_OPTIONS
-    users = [frame for frame in _FRAME.findall(text) if is_users(frame[0])]
-    if users:
-        file, line, name, code = users[-1]
-    elif own.endswith(file):  # torch names its end alone
-        file = own
-    else:
-        line = None
-    return guard.rstrip("."), at(file, line, name, code) if line else None, fix
+    line = (
+        at(own, line, name, code) if line and own.endswith(file) else None
+    )  # torch names its end alone
+    return guard.rstrip("."), lines.innermost(text) or line, fix

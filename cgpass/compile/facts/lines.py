@@ -43,15 +43,20 @@ def place_of(line: str | None) -> str:
 
 def user_line(node: fx.Node) -> str | None:
     """Return the user's line of a node: `model.py:41 in forward: code`, or else `module layers.0 (Linear)`."""
-    found = None
-    for place, source in _user_frames(node):
-        found = f"{place}: {source}" if source else place
-    stack = _modules(node)
+    found, stack = innermost(node.stack_trace), _modules(node)
     if found is not None or not stack:
         return found
     path, kind = stack[-1]
     path = _ROOT.sub("", path)
     return f"module {path} ({_class_name(kind)})" if path else f"module {_class_name(kind)}"
+
+
+def innermost(trace: str | None) -> str | None:
+    """Return the user's innermost line of a stack trace."""
+    found = None
+    for place, source in _user_frames(trace):
+        found = f"{place}: {source}" if source else place
+    return found
 
 
 def _class_name(kind: object) -> str:
@@ -81,7 +86,7 @@ def begins_at(gm: fx.GraphModule) -> str | None:
     it. Where there is none, as in a `torch.nn.Sequential`, the outermost module: `module Sequential`.
     """
     for node in gm.graph.nodes:
-        frames = list(_user_frames(node))
+        frames = list(_user_frames(node.stack_trace))
         for place, code in frames:
             hands_on = _WRAPPER.search(place) and _HANDS_ON.search(code)  # as a decorator does
             if place is frames[-1][0] or not hands_on:
@@ -130,12 +135,12 @@ def _torchs_own(node: fx.Node) -> str | None:
     return at(match["file"], match["line"], match["name"].strip())
 
 
-def _user_frames(node: fx.Node) -> Iterator[tuple[str, str]]:
-    """Frames of a node's stack trace that aren't torch's own, outermost first: place and code."""
-    lines = (node.stack_trace or "").splitlines()
+def _user_frames(trace: str | None) -> Iterator[tuple[str, str]]:
+    """Frames of a stack trace that aren't torch's own, outermost first: place and code."""
+    lines = (trace or "").splitlines()
     for frame, code in itertools.zip_longest(lines, lines[1:], fillvalue=""):
         match = _FRAME.search(frame)
-        if match is None or match["file"].startswith((TORCH, OURS, "<frozen")):
+        if match is None or not is_users(match["file"]):
             continue
         place = at(match["file"], match["line"], match["name"].strip())
         yield place, "" if _FRAME.search(code) else code.strip()
