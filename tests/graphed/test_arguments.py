@@ -147,19 +147,6 @@ def test_an_argument_that_is_or_views_a_buffer(setting, kind, writes_own, caplog
     assert "shares memory with" in caplog.text
 
 
-def test_keywords_come_in_the_order_of_the_sample(setting):
-    def fn(**features):
-        return torch.cat([*features.values()]), features["b"].shape
-
-    graphed = setting.graphed(fn, (), {"b": setting.randn(2), "a": setting.randn(3)})
-    a, b = setting.randn(3), setting.randn(2)
-    for named in ({"b": b, "a": a}, {"a": a, "b": b}):
-        found, size = graphed(**named)
-        same(found, torch.cat([b, a]))
-        assert size.numel() == 2
-    assert graphed.stats.replays == 2
-
-
 def test_an_argument_returned_under_no_grad_is_that_argument(setting):
     def fn(x, y):
         with torch.no_grad():

@@ -41,17 +41,19 @@ def test_what_is_handed_out_keeps_its_values_over_many_calls(setting):
         same(found, expected)
 
 
-def test_keyword_arguments_in_any_order(setting):
-    def fn(x, *, scale, shift=None):
-        return x * scale if shift is None else x * scale + shift
+def test_keyword_arguments_come_in_the_order_of_the_sample(setting):
+    def fn(x, **named):
+        return x * torch.cat([*named.values()])
 
-    x, scale, shift = setting.randn(3, grad=True), setting.randn(3), setting.randn(3)
+    x, scale, shift = setting.randn(5, grad=True), setting.randn(2), setting.randn(3)
     graphed = setting.graphed(fn, (x,), {"scale": scale, "shift": shift})
-    scale, shift = setting.randn(3), setting.randn(3)
-    a, (grad,) = step(graphed, x, shift=shift, scale=scale)
-    b, (want,) = step(fn, x, scale=scale, shift=shift)
-    same(a, b)
-    same(grad, want)
+    scale, shift = setting.randn(2), setting.randn(3)
+    expected, (want,) = step(fn, x, scale=scale, shift=shift)
+    for named in ({"shift": shift, "scale": scale}, {"scale": scale, "shift": shift}):
+        found, (grad,) = step(graphed, x, **named)
+        same(found, expected)
+        same(grad, want)
+    assert graphed.stats.plain_calls == 0
     with pytest.raises(cgpass.errors.InputError, match="its arguments have another structure"):
         graphed(x, scale=scale)
     with pytest.raises(
@@ -163,6 +165,7 @@ def test_results_of_any_structure(setting):
             "out": [x.sin(), (x.cos(), 3)],
             "pair": Pair(x * 2, None),
             "indices": x.argsort(),
+            "size": x.shape,
             "constant": constant,
         }
 
@@ -179,6 +182,7 @@ def test_results_of_any_structure(setting):
         same(found["indices"], expected["indices"])
         assert not found["indices"].requires_grad
         assert found["constant"] is constant
+        assert found["size"].numel() == 5
         (found["pair"].first * found["out"][0]).sum().backward()  # the others get no gradient
         (want,) = torch.autograd.grad((expected["pair"].first * expected["out"][0]).sum(), x)
         same(x.grad, want)

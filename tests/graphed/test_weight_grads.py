@@ -70,16 +70,6 @@ def test_a_graph_that_is_retained(setting, kind):
     assert graphed.graphed.stats.plain_calls == 0
 
 
-def test_a_backward_that_ran_plainly_is_the_modules_own(setting):
-    graphed, module, plain = graphed_twins(setting, Split(), grad=False)
-    graphed.close()
-    x = setting.randn(4, 8)
-    for fn in (graphed, plain):
-        fn(x).sum().backward()
-        fn.backward_dw()
-    same_grads(module, plain)
-
-
 def test_backwards_without_a_graph_take_their_turn(setting):
     graphed, module, plain = graphed_twins(setting, Split(), grad=False, max_rerecords=0)
     x = setting.randn(4, 8)
@@ -138,20 +128,6 @@ class Tolerant(Split):
         return super().forward(x)
 
 
-def test_frozen_weights_leave_nothing_out(setting):
-    graphed, module, plain = graphed_twins(setting, Tolerant(), grad=True)
-    x = setting.randn(4, 8, grad=True)
-    for _ in range(3):
-        for fn in (graphed, plain):
-            fn.requires_grad_(False)
-            fn(x).square().sum().backward()
-            fn.requires_grad_(True)
-            fn(x).square().sum().backward()
-            fn.backward_dw()
-        same_grads(module, plain)
-    assert graphed.graphed.stats.plain_calls == 0
-
-
 class TwoTolerant(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -166,7 +142,7 @@ class TwoTolerant(torch.nn.Module):
                 each.backward_dw()
 
 
-@pytest.mark.parametrize("frozen", [("a",), ("b",), ("a", "b")])
+@pytest.mark.parametrize("frozen", [(), ("a",), ("b",), ("a", "b")])
 def test_weights_that_were_frozen_at_first(setting, frozen):
     module, plain = twins(setting, TwoTolerant())
     for each in (module, plain):
