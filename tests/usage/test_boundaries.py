@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 import cgpass
 from cgpass import telemetry, torch_private
-from cgpass.errors import CaptureError
 from cgpass.runtime import owner as owners
 from tests.operators import doubling, is_recording, with_effect
 from tests.usage import programs
@@ -302,23 +301,6 @@ def test_a_failed_capture_leaves_inputs_and_random_numbers_alone(setting):
     counters = setting.compare(program)
     assert (counters["partitions_captured"], counters["partitions_eager"]) == (2, 1)
     assert counters["replays"] > 0
-
-
-def test_raise_names_operator_and_line(setting):
-    def program(session):
-        _, call = session.compiled(lambda: Around(fails))
-        x = session.randn(4, 8)
-        with torch.no_grad():
-            call(x)
-            for _ in range(2):
-                with pytest.raises(
-                    CaptureError, match=r"tests\.fails_as_cuda_does\.default at"
-                ) as error:
-                    call(x)
-                assert "in forward: return self.second" in str(error.value)
-        return []
-
-    setting.run(program, on_skip="raise")
 
 
 def test_silent_says_nothing(setting, caplog):

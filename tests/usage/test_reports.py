@@ -117,7 +117,8 @@ def test_a_partition_whose_calls_are_refused_is_not_shown_as_captured():
         for _ in range(3):
             message = refusal(call)
     assert 'can\'t be captured as a whole, and on_skip="raise" refuses its calls' in message
-    assert 'with "warn" all but this would be captured: tests.waits' in message
+    assert 'with "warn" all but this would be captured: tests.waits.default at test_re' in message
+    assert ": call = compiled(lambda x: waits(x.sin().cos().exp().tan()) + 1" in message
     assert (counters["calls"], counters["warmups"], counters["skips"]) == (4, 1, 1)
     assert counters["partitions_captured"] == 0
     (graph,) = telemetry.graphs(before["graphs"])

@@ -76,23 +76,6 @@ def a_compiled_optimizer_step(session):
     yield [moment for moment in moments if isinstance(moment, torch.Tensor)]
 
 
-@ways(replays="none", on_skip="silent")
-def a_step_compiled_as_a_whole(session):
-    module = session.module(MLP)
-    optimizer = sgd(module)
-
-    def step(batch):
-        loss = module(batch).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    step = session.compile(step)
-    losses = [step(batch) for batch in session.batches(4, 8, count=8)]
-    return losses + state(module)
-
-
 @ways.everywhere
 def test_ways_to_train(way, program):
     program.check(way)

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from cgpass.errors import OutputError
 from tests.unit.runtime.runners import counts
-from tests.usage.programs import ATEN, Ways, deterministic
+from tests.usage.programs import ATEN, Ways
 
 
 def test_a_static_inference_tensor_is_written_in_place(setting):
@@ -161,18 +161,6 @@ for static in (False, True):
     )
 
 
-@ways(replays="some")
-def the_default_dtype_belongs_to_the_signature(session):
-    call = session.wrap(lambda x: (torch.zeros(4, device=x.device) + x).sin() + 1)
-    for number in range(12):
-        torch.set_default_dtype((torch.float32, torch.float64)[number % 2])
-        try:
-            out = call(session.randn(4).half())
-        finally:
-            torch.set_default_dtype(torch.float32)
-        yield [out]
-
-
 @ways.everywhere
 def test_ways_to_wrap(way, program):
     program.check(way)
@@ -259,26 +247,27 @@ def test_weights_that_autocast_has_cast_before_are_cast_in_the_graph(setting, st
     assert call.stats.replays >= 6
 
 
-def test_what_decides_on_kernels_is_part_of_the_signature(setting):
+def test_what_decides_on_dtypes_and_kernels_is_part_of_the_signature(setting):
     def fn(x):
-        return x * 2 if torch.are_deterministic_algorithms_enabled() else x * 3
+        factor = 2 if torch.are_deterministic_algorithms_enabled() else 3
+        return (torch.zeros(4, device=x.device) + x) * factor
 
-    session = setting.session()
-    call, x = session.wrap(fn), session.randn(4)
-    for _ in range(3):
-        assert torch.equal(call(x), x * 3)
-    with deterministic():
-        for _ in range(3):
-            assert torch.equal(call(x), x * 2)
-    precision = torch.get_float32_matmul_precision()
-    recordings = call.stats.recordings
-    torch.set_float32_matmul_precision("high" if precision == "highest" else "highest")
-    try:
-        for _ in range(3):
-            assert torch.equal(call(x), x * 3)
-    finally:
-        torch.set_float32_matmul_precision(precision)
-    assert call.stats.recordings == recordings + 1
+    session, precision = setting.session(), torch.get_float32_matmul_precision()
+    call, x = session.wrap(fn), session.randn(4).half()
+    torch.set_float32_matmul_precision(precision)  # some of its settings are none before
+    for put, value, before in 2 * (
+        (torch.set_default_dtype, torch.float64, torch.float32),
+        (torch.use_deterministic_algorithms, True, False),
+        (torch.set_float32_matmul_precision, "medium", precision),
+    ):
+        for now in (before, value):
+            put(now)
+            try:
+                for _ in range(3):
+                    assert torch.equal(call(x), fn(x))
+            finally:
+                put(before)
+    assert call.stats.recordings == 4, "the usual, and one for each of the others"
 
 
 def test_true_is_another_value_than_one(setting):

@@ -14,7 +14,7 @@ from cgpass.runtime.collectives import UnderWay
 if not torch.distributed.is_available():
     pytest.skip("no torch.distributed", allow_module_level=True)
 
-from torch.distributed._functional_collectives import all_reduce, wait_tensor
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.distributed_c10d import _abort_process_group
 
 aten = torch.ops.aten
@@ -99,38 +99,6 @@ def test_what_communicates_is_not_verified_and_a_warning_names_it(process_group,
     (told,) = [r.getMessage() for r in caplog.records if "not verified" in r.getMessage()]
     assert told.startswith("cgpass.verify: inference captured_0 of test_collectives.py:")
     assert told.endswith("in fn: it communicates, so it can't run once more alone: not verified")
-
-
-def in_place(x, group):
-    dist.all_reduce(x)
-    gathered = x.new_empty(4)
-    # all_gather_into_tensor until torch 2.14.1 gave it another name
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(gathered, x.sin())
-    several = [x.new_empty(4)]
-    dist.all_gather(several, gathered + 1)
-    dist.all_to_all_single(gathered, several[0])
-    work = dist.broadcast(gathered, 0, async_op=True)
-    work.wait()
-    return gathered * 2
-
-
-def functional(x, group):
-    y = wait_tensor(all_reduce(x.sin(), "sum", group))
-    return y + all_reduce(y * 2, "sum", group).view(2, 2).reshape(4)
-
-
-@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor.*deprecated:FutureWarning")
-@pytest.mark.parametrize("fn", [in_place, functional])
-def test_captures_by_hand_replay_what_communicates(process_group, fn):
-    wrapped = cgpass.CUDAGraphWrapper(
-        lambda x: fn(x, process_group), options={"driver": "simulated"}
-    )
-    for number in range(4):
-        x, expected = torch.full((4,), number / 2), torch.full((4,), number / 2)
-        assert torch.equal(wrapped(x), fn(expected, process_group))
-        assert torch.equal(x, expected)
-    assert wrapped.stats.replays == 3
 
 
 class Work:
