@@ -277,7 +277,6 @@ wait_later = doubling("wait_later")
 for op in (wait_too, wait_later):
     op.register_autograd(lambda ctx, grad: wait(grad))
 
-OPTIONS = {"on_skip": "silent", "min_partition_ops": 1}
 WAITS = {"both": wait_too, "backward": wait_later}
 
 
@@ -294,12 +293,17 @@ class Sliced(nn.Module):
         return self.second(self.wait(part) * part * part.cos()).tanh()
 
 
-def check(setting, make, sizes, *, dynamic=None, **options):
-    """Splits, gives what eager gives, and settles."""
-    steps = []
+@pytest.mark.parametrize("where", WAITS)
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_slices_that_are_saved_lie_as_the_backward_expects(setting, where, dynamic):
+    """The program splits, gives what eager gives, and settles."""
+    one_of_each_on_cpu(setting, another=dynamic and where == "backward")
+    steps, sizes = [], [(2, 4, 5, 6)] * 24
+    if dynamic:
+        sizes = [(2, 4, 5, 6)] * 16 + [(3, 4, 7, 6)] * 16 + [(2, 4, 5, 6)] * 8
 
     def program(session):
-        module, call = session.compiled(make, dynamic=dynamic)
+        module, call = session.compiled(lambda: Sliced(where), dynamic=dynamic)
         for size in sizes:
             batch = session.randn(*size).requires_grad_()
             out = call(batch)
@@ -307,41 +311,12 @@ def check(setting, make, sizes, *, dynamic=None, **options):
 
     with counted() as counters:
         noted = noting(program, setting.driver, steps)
-        ours = setting.run(noted, compiler="inductor", **OPTIONS, **options)
-    if options.get("driver") != "none":
-        assert counters["partitions_eager"] > 0
-        assert counters["calls"] == sum(counters[n] for n in ("replays", "warmups", "plain_calls"))
-        assert all(step["replays"] == step["calls"] > 0 for step in steps[-4:])
+        ours = setting.run(noted, compiler="inductor", on_skip="silent", min_partition_ops=1)
+    assert counters["partitions_eager"] > 0
+    assert counters["calls"] == sum(counters[n] for n in ("replays", "warmups", "plain_calls"))
+    assert all(step["replays"] == step["calls"] > 0 for step in steps[-4:])
     for a, b in zip(ours, setting.run_eagerly(program), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("where", WAITS)
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_slices_that_are_saved_lie_as_the_backward_expects(setting, where, dynamic):
-    one_of_each_on_cpu(setting, another=dynamic and where == "backward")
-    sizes = [(2, 4, 5, 6)] * 24
-    if dynamic:
-        sizes = [(2, 4, 5, 6)] * 16 + [(3, 4, 7, 6)] * 16 + [(2, 4, 5, 6)] * 8
-    check(setting, lambda: Sliced(where), sizes, dynamic=dynamic)
-
-
-class Kept(nn.Module):
-    """Saves what its convolutions make, in the layout that Inductor chose."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
-
-    def forward(self, x):
-        return self.second(wait_later(self.first(x).relu())).tanh()
-
-
-@pytest.mark.parametrize("driver", ["none", None])
-def test_a_backward_in_parts_of_a_forward_that_is_one_graph(setting, driver):
-    """Saved values have Inductor's layouts, and the parts were traced with others."""
-    options = {} if driver is None else {"driver": driver}
-    check(setting, Kept, [(2, 4, 6, 8)] * 12, unsafe_ops=("tests::wait",), **options)
 
 
 def convolutions():

@@ -237,28 +237,6 @@ def test_from_the_second_thread_on_gradients_are_copies(way):
     assert counters["replays"] == counters["calls"]
 
 
-def test_a_second_thread_comes_while_a_backward_is_pending(way):
-    """Results of the first one keep their values, and no replay moves them, though saved tensors can't move."""
-    session = way.session()
-    w = session.randn(64).requires_grad_()
-    call = session.compile(lambda x: ((x * w).sin(), (x + w) * 1.0))
-    batches = session.batches(64, count=8)
-    for batch in batches[:3]:
-        call(batch)[0].sum().backward()
-    several = [call(batch) for batch in batches[:3]]
-    del several
-    w.grad = None
-    pending = [call(batches[3])[0] for _ in range(2)]
-    out = call(batches[4])[1].detach()  # its graph is gone
-    with counted() as counters:
-        in_threads(lambda: [call(batch) for batch in batches[:3]])
-    assert counters["rescues"] == 0
-    assert torch.equal(out, batches[4] + w)
-    for result in pending:
-        result.sum().backward()
-    torch.testing.assert_close(w.grad, 2 * (batches[3] * w.detach()).cos() * batches[3])
-
-
 def test_a_reset_waits_for_no_call_of_another_thread():
     """Called by torch's it has Dynamo's lock, which that call may want; what it has goes with the next call."""
     inside, is_reset = threading.Event(), threading.Event()

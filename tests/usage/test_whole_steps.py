@@ -392,16 +392,6 @@ def test_it_replays(way):
     assert counters["plain_calls"] == 0
 
 
-def test_recordings_go_with_what_they_read(way):
-    training = Training(way.session())
-    for number, batch in enumerate(training.session.batches(4, 8, count=20)):
-        if number % 5 == 3:
-            training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
-        training.step(batch)
-    (whole,) = training.step._variants.values()
-    assert len(whole._runner.table.all()) == 1
-
-
 def test_numbers_are_those_of_a_loop_written_by_hand(way):
     def by_hand(session):
         module, call = session.compiled(MLP)
