@@ -123,21 +123,6 @@ class Runs(torch.nn.Module):
         return self.fn(self, self.inner(x))
 
 
-class SavesAndKeeps(torch.autograd.Function):
-    """Keeps beside autograd what that saves, too."""
-
-    @staticmethod
-    def forward(ctx, x):
-        found = x.sigmoid()
-        ctx.save_for_backward(found)
-        ctx.found = found.detach()
-        return found * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad * ctx.saved_tensors[0] * (1 - ctx.found)
-
-
 class HasGradient(torch.autograd.Function):
     """Computes its gradient in the forward, as fused losses do."""
 
@@ -279,7 +264,7 @@ def test_results_that_their_receiver_resizes(setting, calls, fn, size):
     assert graphed.graphed.stats.plain_calls == 0
 
 
-@pytest.mark.parametrize("fn", [LetsGo.apply, AsksTwice.apply, SavesAndKeeps.apply])
+@pytest.mark.parametrize("fn", [LetsGo.apply, AsksTwice.apply])
 def test_a_backward_whose_parameters_moved_is_told_of_once(setting, fn, caplog):
     graphed, module, plain = graphed_twins(setting, Applies(fn))
     for _ in range(2):

@@ -440,20 +440,6 @@ def test_a_scaler_that_skips_steps(way, max_norm):
     compared(way, lambda session: scaled(session, max_norm=max_norm))
 
 
-def two_steps(session):
-    """Of one module and one optimizer."""
-    training = Training(session)
-    other = cgpass.train_step(
-        lambda x: training.module(x).abs().mean(), training.optimizer, options=session.options
-    )
-    for number, batch in enumerate(session.batches(4, 8, count=12)):
-        if number % 3 == 2:
-            training.values.append(other(batch))
-        else:
-            training.run(batch)
-    return training.found()
-
-
 def arguments(session):
     module = session.module(MLP)
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
@@ -580,7 +566,7 @@ def fed_back(session):
     return training.found()
 
 
-PROGRAMS = (two_steps, arguments, sizes, raising, copied, adversaries, fed_back)
+PROGRAMS = (arguments, sizes, raising, copied, adversaries, fed_back)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
