@@ -59,6 +59,21 @@ def waits_elsewhere(world):
         return [call(x).cpu() for x in world.randn(4, WIDTH)]
 
 
+def returned_unwaited(world):
+    group = dist.group.WORLD.group_name
+
+    def fn(x):
+        y = (x * 2).sin().cos().exp()
+        return collectives.all_reduce(y, "sum", group), y.tanh()
+
+    call = world.compile(fn)
+    with torch.no_grad():
+        results = [call(x) for x in world.randn(4, WIDTH)]
+        return [
+            t.cpu() for first, second in results for t in (collectives.wait_tensor(first), second)
+        ]
+
+
 def one_rank_fails(world):
     """One process can't capture what the other one captures."""
     group = dist.group.WORLD.group_name
@@ -238,6 +253,7 @@ CALLS: dict[str, Callable] = {
     for each in (
         groups_of_its_own,
         waits_elsewhere,
+        returned_unwaited,
         one_rank_fails,
         one_rank_is_late,
         one_rank_records_again,

@@ -314,6 +314,19 @@ def data_parallel(world):
     return train(world, module, world.compile(module))
 
 
+def data_parallel_step(world):
+    """A whole step is none here: each call runs in pieces, for one reason."""
+    module = nn.parallel.DistributedDataParallel(world.net())
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
+    step = cgpass.train_step(
+        lambda x: module(x).square().mean(), optimizer, max_norm=1.0, options=world.options
+    )
+    losses = [step(x).cpu() for x in world.randn(8, WIDTH)]
+    assert step.whole_calls == 0, step.explain()
+    assert len(step.in_pieces) == 1, step.explain()
+    return [*losses, step.grad_norm.cpu(), *map(whole, module.parameters())]
+
+
 PROGRAMS: dict[str, Callable] = {
     each.__name__: each
     for each in (
@@ -325,6 +338,7 @@ PROGRAMS: dict[str, Callable] = {
         fsdp_blocks,
         fsdp_blocks_that_come_back,
         data_parallel,
+        data_parallel_step,
         expert_parallel,
         tensor_parallel_and_fsdp,
         simple_fsdp_in_two_dimensions,
