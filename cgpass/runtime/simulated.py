@@ -8,7 +8,7 @@ lies on them. A partition compiled by Inductor calls no aten op that could be ta
 
 import ctypes
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 import torch
@@ -44,12 +44,12 @@ def _refuse(what: Any) -> NoReturn:
     raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
 
 
-def _reads_on_host(func: Any, args: Sequence[Any]) -> bool:
+def _reads_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Tell whether an operator hands a tensor's data to the host, which on CUDA waits for the device."""
     tags = getattr(func, "tags", ())
     if any(tag in tags for tag in _HOST_READS) or str(func) == "aten.item.default":
         return True
-    if torch.Tag.dynamic_output_shape not in tags:
+    if torch.Tag.dynamic_output_shape not in tags or kwargs.get("output_size") is not None:
         return False
     if func.overloadpacket is not torch.ops.aten.index:
         return True
@@ -75,9 +75,10 @@ class _HostReads(torch_private.TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if _reads_on_host(func, args):
+        kwargs = kwargs or {}
+        if _reads_on_host(func, args, kwargs):
             _refuse(func)
-        return self.call(func, args, kwargs or {})
+        return self.call(func, args, kwargs)
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an operator, with what the implementation of a custom one on CPU calls under this mode."""
@@ -174,7 +175,7 @@ class _Tape(torch_private.TorchDispatchMode):
             return NotImplemented
         if only_wraps(func):
             return func(*args, **kwargs)
-        if _reads_on_host(func, args):
+        if _reads_on_host(func, args, kwargs):
             _refuse(func)
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Generator) and _implementation(leaf) not in self._registered:

@@ -86,6 +86,11 @@ def test_host_reads_are_refused(driver, fn, opaque):
     assert not driver.is_capturing()
 
 
+def test_a_size_that_is_given_is_not_read(driver):
+    fn = lambda n: [torch.repeat_interleave(n, output_size=3)]  # noqa: E731
+    record(driver, fn, torch.ones(3, dtype=torch.int64))
+
+
 @torch.library.custom_op("test_simulated::with_gradients", mutates_args=())
 def with_gradients(x: torch.Tensor) -> torch.Tensor:
     return x + torch.is_grad_enabled()
