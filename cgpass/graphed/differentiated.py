@@ -274,7 +274,7 @@ class Differentiated:
         layouts = {grad.layout for grad in found if grad is not None} - {torch.strided}
         if layouts:
             raise self._d.refusal(f"has gradients of layout {layouts.pop()}. Make them dense")
-        # gradients may lie where saved tensors were
+        # a gradient may lie where a saved tensor was that is gone
         return _apart(found, taken.union(at for at, each in ends if not each.expired()))
 
     def _refuse_own_gradients(self, when: str) -> None:

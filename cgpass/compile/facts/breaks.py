@@ -293,7 +293,7 @@ def _cause(text: str, own: str, fix: str) -> tuple[str, str | None, str]:
         fix = OTHER_FROZEN if of_parameter and "requires_grad" in guard else fix
     if guard.startswith("BACKEND_MATCH"):
         guard, fix = "backend or options were others", OTHER_OPTIONS
-    line = (
-        at(own, line, name, code) if line and own.endswith(file) else None
-    )  # torch names its end alone
-    return guard.rstrip("."), lines.innermost(text) or line, fix
+    where = lines.innermost(text)
+    if where is None and line and own.endswith(file):  # torch names its end alone
+        where = at(own, line, name, code)
+    return guard.rstrip("."), where, fix
