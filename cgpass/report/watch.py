@@ -42,8 +42,6 @@ _TIMED: Final = 4096
 """Calls of partitions in a block from which on no more are timed."""
 _COMPARED: Final = 5
 """Calls that are timed with graphs, and without."""
-_ENDED: Final = ("replays", "plain_calls", "warmups")
-"""Counts of calls that did not raise."""
 SIMULATED: Final = "cpu (simulated graphs: they behave like real ones, their speed means nothing)"
 
 
@@ -137,7 +135,7 @@ def _graph(
         notes = list(part.notes)[max(0, len(part.notes) - grown["recordings"]) :]
         if summary.driver == "simulated":  # times of what is simulated say nothing
             notes = [replace(note, record_ms=None) for note in notes]
-        ended = sum(grown[each] for each in _ENDED)
+        ended = grown["replays"] + grown["plain_calls"] + grown["warmups"]
         captured[name] = {
             "calls": ended - excused(grown),
             "raised": grown["calls"] - ended,
