@@ -80,7 +80,7 @@ def headline(report: Facts) -> str:
             f"{share(done, work)} of the {many(work, 'operator')} of compiled code ran in graphs"
         )
     elif report.graphs and not (report.left_to_eager or report.others):
-        inside = "only warm-up calls ran: call it more often"
+        inside = "only warm-up calls ran: call it more often, with the same sizes"
         if report.recompilations:
             inside = "only warm-up calls ran: functions were compiled once more (see below)"
         if not any(part.captured for part in report.partitions):
