@@ -14,7 +14,6 @@ SYNCS = _names("""
     _fake_quantize_learnable_per_channel_affine _fake_quantize_learnable_per_channel_affine_backward
     _fake_quantize_learnable_per_tensor_affine _fake_quantize_learnable_per_tensor_affine_backward
     cholesky linalg_ldl_factor_ex linalg_ldl_solve segment_reduce _segment_reduce_backward
-    embedding_renorm embedding_renorm_
     aten.normal.Tensor_Tensor aten.normal.float_Tensor _linalg_check_errors
     _linalg_eigh _linalg_eigvals _linalg_svd linalg_eig linalg_eigvals linalg_matrix_exp linalg_pinv
     is_nonzero _pack_padded_sequence _to_sparse to_sparse _coalesce
@@ -156,7 +155,6 @@ _SHARED_FIXES = {
         "_unique2 unique_consecutive unique_dim"
     ),
     "use torch.where(mask, value, x), which reads the value on the device": "masked_fill masked_fill_",
-    "leave out max_norm=; normalise the weight after the optimizer's step": "embedding_renorm embedding_renorm_",
     "use x.index_copy(dim, index, values), which reads the values on the device": "index_fill index_fill_",
 }
 

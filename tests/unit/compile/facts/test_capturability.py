@@ -136,13 +136,6 @@ def fix_of(code) -> str:
     ("fn", "inputs", "fix"),
     [
         (torch.linalg.cholesky, [(3, 3)], "use torch.linalg.cholesky_ex, which does not check"),
-        (
-            lambda x: aten.embedding_renorm(
-                x * 1, torch.zeros_like(x, dtype=torch.int64), 1.0, 2.0
-            ),
-            [(3, 3)],
-            op_tables.OPERATOR_FIXES["embedding_renorm_"],
-        ),
         (torch.linalg.ldl_factor, [(3, 3)], op_tables.OPERATOR_FIXES["linalg_ldl_factor_ex"]),
         (
             lambda x: x + torch.tensor([1.0, 2.0, 3.0]).to(CUDA),
