@@ -35,8 +35,8 @@ _POISON = 0xFF
 _HOST_READS = (torch.Tag.data_dependent_output, torch.Tag.cudagraph_unsafe)
 _HOST_METHODS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.cpu)
 _FOREIGN: Final = (
-    "from a state that was set in what is recorded (torch.manual_seed, torch.set_rng_state) or by another thread that "
-    "draws on the CPU (give it a torch.Generator), where no replay draws. "
+    "from a state that another thread drew from (give it a torch.Generator), or that was set in what is recorded "
+    "(torch.manual_seed, torch.set_rng_state), where no replay draws. "
     "Recompute by cgpass.checkpoint instead of torch.utils.checkpoint, and seed before the call"
 )
 
