@@ -74,7 +74,7 @@ class GraphedFunction:
         self.refusal = target.refusal
         self.ungraphed: Callable[..., Any] = target.run
         """Runs the callable without a graph."""
-        self.stats = ByHand(name=target.name)
+        self.stats = ByHand(name=target.name, driver=options.driver)
         """Counts of calls, recordings and replays."""
         telemetry.registry.counts.append(self.stats)
         self.binding, self.hooks, self.options = binding, hooks, options

@@ -13,17 +13,15 @@ Note [Autograd's engine and captures]
 """
 
 import contextlib
-import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from cgpass import torch_private
 from cgpass.compile.facts.input_info import InputInfo, InputKind
-from cgpass.compile.facts.lines import at, is_users
+from cgpass.compile.facts.lines import raised_at
 from cgpass.errors import CaptureError, CGPassError, GraphedBackwardError, StaticInputMovedError
 from cgpass.graphed.binding import Structure, firsts
 from cgpass.graphed.differentiated import Differentiated
@@ -591,9 +589,6 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 # ---- captures that fail
 
-_MODULES = str(Path(torch.nn.__file__).parent / "modules")
-"""Folder of torch's modules, named if the user's code has no line there, as in a Sequential."""
-
 
 @contextlib.contextmanager
 def _blamed(name: str, direction: str) -> Iterator[None]:
@@ -607,13 +602,7 @@ def _blamed(name: str, direction: str) -> Iterator[None]:
         if not (draws or is_capture_error(error)):
             raise
         reason = str(error).strip().split("\n", 1)[0].rstrip(".")
-        frames = traceback.extract_tb(error.__traceback__)[::-1]
-        own = [frame for frame in frames if is_users(frame.filename)]
-        where = ""
-        for each in (own or [frame for frame in frames if frame.filename.startswith(_MODULES)])[:1]:
-            where = (
-                f", at {at(each.filename, each.lineno, each.name, (each.line or '').rstrip(':'))}"
-            )
+        where = "" if (line := raised_at(error)) is None else f", at {line}"
         fix = "Move the code that waits for the device or needs the host out of the callable, "
         if draws:
             fix = "Give the RNGStatesTracker that has the generator as GraphedOptions(rng_tracker=...), draw outside, "

@@ -174,7 +174,7 @@ def _figures(report: Report) -> dict[str, str]:
 
 
 _NUMBER: Final = re.compile(
-    r"(?<=\.py):\d+|(?<![\w.=\[])-?\d[\d.]*(?:e[-+]?\d+)?(?![\w\])])|(?<=\bcall)s\b"
+    r"(?<=\.py):\d+|(?<=captured_)\d+|(?<=eager_)\d+|(?<![\w.=\[])-?\d[\d.]*(?:e[-+]?\d+)?(?![\w\])])|(?<=\bcall)s\b"
 )
 
 

@@ -167,6 +167,7 @@ def events(where: str, part: PartitionReport) -> Iterator[tuple[float, Reason]]:
         why, line = "moved, so each call that finds it at a new place copies it", each.line or where
         fix = KEEP_GRADIENTS if each.name.endswith(".grad") else OTHER_FIXES["new_tensor"]
         yield 1, Reason("moved", name, why, fix, line, count=0)
+    drop = _DROP if where[:9] != "inference" else "drop results before the next call, if you can"
     causes = Counter(note.cause for note in part.recordings if note.cause != "first")
     for cause, count in causes.items():
         notes = [note for note in part.recordings if note.cause == cause]
@@ -175,12 +176,12 @@ def events(where: str, part: PartitionReport) -> Iterator[tuple[float, Reason]]:
         details = list(dict.fromkeys(note.detail for note in reversed(notes)))
         more = f"{least}{many(count, kind)}: {listed(details, 3)}"
         of_grads = cause == "moved" and ".grad (" in more
-        fix = KEEP_GRADIENTS if of_grads else _CAUSES.get(cause, _DROP)
+        fix = KEEP_GRADIENTS if of_grads else _CAUSES.get(cause, drop)
         yield count, _at(notes[-1].line, where, cause, more, fix)
     if rescues := part.counts.get("rescues", 0):
         copied = size(part.counts.get("rescued_bytes", 0))
         held = f"outputs still referenced were copied {many(rescues, 'time')} ({copied})"
-        yield 0, _at(part.returned_at, where, "rescues", held, _DROP)  # cheap beside a recording
+        yield 0, _at(part.returned_at, where, "rescues", held, drop)  # cheap beside a recording
 
 
 def _at(line: str | None, where: str, code: str, detail: str, fix: str) -> Reason:

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from cgpass import telemetry, torch_private
-from cgpass.compile.facts.breaks import graph_breaks, left_to_eager, recompiled
+from cgpass.compile.facts.breaks import callers, graph_breaks, left_to_eager, recompiled
 from cgpass.compile.facts.lines import place_of
 from cgpass.options import current_defaults
 from cgpass.report.model import CopiedInput, GraphReport, PartitionReport
@@ -78,10 +78,13 @@ def _report(
     called = telemetry.grown(after.calls, before.calls).items()
     graphs = [_graph(graph, calls, before, clock) for graph, calls in called if calls]
     met = graph_breaks(breaks, graphs)
-    left = left_to_eager(notes)
+    called_at = callers(graph.summary for graph in telemetry.graphs())
+    left = left_to_eager(notes, called_at)
     told = {(each.line, each.detail) for each in left}
     left += [r for r in met if r.rest is not None and (r.line, r.detail) not in told]
     known = {place_of(each.line or each.rest) for each in left}
+    limited = {place_of(each.line or each.rest) for each in left if each.code == "recompile_limit"}
+    again = recompiled(notes, called_at)
     others = {
         each: telemetry.grown(n, before.others.get(each, {})) for each, n in after.others.items()
     }
@@ -89,7 +92,8 @@ def _report(
     steps = [Counter(counts) for counts in others.values() if "later" in counts]
     pools = [n for owner in owners(before) if (n := owner.driver.pool_bytes()) is not None]
     on_cuda = torch.cuda.is_initialized()  # asking for the name would do that
-    simulated = "simulated" in ({g.driver for g in graphs} - {None} or {current_defaults().driver})
+    drivers = {each.driver for each in (*graphs, *others) if getattr(each, "driver", None)}
+    simulated = "simulated" in (drivers or {current_defaults().driver})
     return Report(
         cgpass=VERSION,
         torch=torch.__version__,
@@ -100,7 +104,7 @@ def _report(
         graphs=tuple(graphs),
         left_to_eager=tuple(dict.fromkeys(left)),
         graph_breaks=counted(r for r in met if r.rest is None and place_of(r.line) not in known),
-        recompilations=tuple(r for r in recompiled(notes) if place_of(r.line) not in known),
+        recompilations=tuple(r for r in again if place_of(r.line) not in limited),
         others=tuple(telemetry.told(each, counts["calls"]) for each, counts in others.items()),
         whole_steps=sum(counts["replays"] for counts in steps),
         steps=sum(counts["later"] - excused(counts) for counts in steps),

@@ -37,6 +37,7 @@ import torch
 
 from cgpass import telemetry, torch_private
 from cgpass.compile.facts.input_info import InputInfo
+from cgpass.compile.facts.lines import raised_at
 from cgpass.errors import CaptureError, StaticInputMovedError
 from cgpass.options import Options
 from cgpass.runtime.changes import mend, open_modes
@@ -131,7 +132,7 @@ class PartitionRunner:
         """Reasons for calls without a graph."""
         self.stats = CallStats()
         if self.by_hand:
-            self.stats = ByHand(name=self.name, reasons=self.reasons)
+            self.stats = ByHand(name=self.name, driver=options.driver, reasons=self.reasons)
         telemetry.registry.counts.append(self.stats)
         self.notes: deque[RecordingNote] = deque(maxlen=_NOTES)
         """Notes of the newest recordings."""
@@ -547,7 +548,8 @@ class PartitionRunner:
         self.stats.recordings += 1
         self.stats.rerecordings += note.cause == "moved"
         if isinstance(self.stats, ByHand) and note.cause != "first":
-            self.stats.why[f"recorded again: {note.detail}"] += 1
+            again = " again" * (self.stats.recordings > 1)
+            self.stats.why[f"recorded{again}: {note.detail}"] += 1
         log.info("%s: recording %d made: %s", self.name, self.stats.recordings, note.detail)
         number, partition = self.stats.recordings, self._traced_as
         told = {"partition": partition, "function": self.source.place, "recording": number}
@@ -627,6 +629,8 @@ class PartitionRunner:
                 if self._refuses:
                     self._refusal = str(refusal)
                 raise
+        elif (line := raised_at(error)) is not None:
+            why += f" (at {line})"
         if self._refuses and is_capture_error(error):
             self._refuse(error, advice)
         try:

@@ -42,6 +42,12 @@ class CallStats:
     rescued_bytes: int = 0
     """Bytes copied by rescues."""
 
+    def rescued(self) -> list[str]:
+        """Say how often results were copied because they were still referenced."""
+        copied = f"copied {many(self.rescues, 'time')} ({self.rescued_bytes:,} bytes)"
+        told = f"results or gradients still referenced were {copied}; drop them before the next call to save this"
+        return [told] * bool(self.rescues)
+
 
 def counts_of(stats: CallStats) -> dict[str, int]:
     """Return all counts by name."""
@@ -72,6 +78,7 @@ class ByHand(CallStats):
     """Counts of what was graphed by hand: it belongs to no compiled graph, and summaries list it by itself."""
 
     name: str = ""
+    driver: str = ""
     why: Counter[str] = field(default_factory=Counter)
     """Calls without a graph, where `reasons` has none, and further recordings, with causes."""
     reasons: CallReasons | None = None
@@ -80,10 +87,9 @@ class ByHand(CallStats):
         """Describe its calls."""
         how = f"{many(self.recordings, 'recording')}, {many(self.calls, 'call')}"
         lines = [f"{self.name}, graphed by hand: {how}, {self.plain_calls} of them without a graph"]
-        lines += [f"  {count} {why}" for why, count in self.why.most_common()]
-        if self.reasons is not None:
-            lines += [f"  {each}" for each in self.reasons.told(counts_of(self))]
-        return "\n".join(lines)
+        lines += [f"{count} {why}" for why, count in self.why.most_common()]
+        lines += map(str, self.reasons.told(counts_of(self)) if self.reasons else ())
+        return "\n  ".join([*lines, *self.rescued()])
 
 
 @dataclass(frozen=True)
@@ -113,8 +119,9 @@ class Variant(PartitionRun):
             f"replayed {many(stats.replays, 'time')}: {self.reads}"
         )
         told = {why: f"{why}; {FEW_SIZES}" if ".size(" in why else why for why in again}
-        causes = [f"{count} recorded again: {told[why]}" for why, count in again.most_common()]
-        return "\n".join(f"  {x}" for x in (about, *causes, *self.reasons.told(counts_of(stats))))
+        causes = [f"{many(n, 'recording')}: {told[why]}" for why, n in again.most_common()]
+        causes += [*map(str, self.reasons.told(counts_of(stats))), *stats.rescued()]
+        return "\n".join(f"  {each}" for each in (about, *causes))
 
 
 @dataclass(eq=False)
@@ -283,8 +290,8 @@ def now() -> Moment:
 
 def told(other: ByHand | StepCalls, calls: int) -> str:
     """Describe a training step, or what was graphed by hand, and how many of its calls a report is about."""
-    since = f"\n  {calls} of these calls ran since this report began" if calls < other.calls else ""
-    return other.explain() + since
+    since = f"\n  {calls} of these calls ran since this report or summary began"
+    return other.explain() + since * (calls < other.calls)
 
 
 def named(record: logging.LogRecord) -> bool:

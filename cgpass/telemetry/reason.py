@@ -14,7 +14,7 @@ _NO_WORK: Final = CHOSEN - {"too_small"} | {"host_only"}
 OTHER_FIXES: Final = {
     "too_small": "leave it: it launches little work; or lower min_partition_ops to the number of its operators",
     "no_work": "leave it: nothing is lost",
-    "capture": "name the operator that fails in unsafe_ops (in a CUDAGraphWrapper: move it out): the rest is captured then",
+    "capture": "take out the operator that fails: name it in unsafe_ops, or move it out of a CUDAGraphWrapper",
     "out_of_memory": "free memory, or lower max_recordings; after cgpass.reset() the next calls try again",
     "raised": "see the error",
     "shares_memory": "pass tensors that share no memory: clone() one of them",
@@ -27,16 +27,19 @@ OTHER_FIXES: Final = {
     "outer_capture": "leave it: your own graph captures it",
     "passing": "leave it, unless it keeps happening: a capture failed once",
     "new_tensor": "write into it in place (copy_; compute with a clone if the backward needs it), unless modules share the code",
-    "new_shape": "pad inputs to a few sizes, and pass a number that changes as a 0-dim tensor on the device",
+    "new_shape": "pad inputs to a few sizes; use few values of a number, or pass it as a 0-dim tensor on the device if it is "
+    "for arithmetic alone",
     "graph_break": "follow torch's hint in the report; TORCH_LOGS=graph_breaks shows more",
-    "recompiled": "keep dtypes, sizes, Python values and modes (autocast, no_grad) the same in every call; a few of each "
-    "are fine",
+    "recompiled": "keep dtypes, sizes, lengths of lists, Python values and modes (autocast, no_grad) the same in every "
+    "call; a few of each are fine",
     "recompile_limit": "keep the value fixed or out of the function, or make it a tensor (a counter: a buffer written in "
     "place); TORCH_LOGS=recompiles names each cause",
 }
 """Remedies, by code, where no rule about an operator is the reason."""
 OTHER_OPTIONS: Final = "compile it once, for one backend and with one set of options, or call torch.compiler.reset() before you change them"
 """The remedy where other options had a function compiled once more."""
+OTHER_OPTIMIZER: Final = "each optimizer is compiled once more; make an lr that changes a tensor: lr=torch.tensor(1e-3), then lr.fill_(...)"
+OTHER_LENGTH: Final = "keep its length: return values, or append them outside of what is compiled"
 OTHER_FROZEN: Final = "call torch.compiler.reset() after you freeze or unfreeze layers for good"
 
 KEEP_GRADIENTS: Final = (

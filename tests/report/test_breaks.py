@@ -20,7 +20,13 @@ from cgpass.report import check
 from cgpass.report.model import GraphReport, PartitionReport
 from cgpass.report.report import Report
 from cgpass.report.text import findings
-from cgpass.telemetry.reason import OTHER_FIXES, OTHER_FROZEN, Reason
+from cgpass.telemetry.reason import (
+    OTHER_FIXES,
+    OTHER_FROZEN,
+    OTHER_LENGTH,
+    OTHER_OPTIMIZER,
+    Reason,
+)
 from tests.report.samples import joined, watched
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
@@ -315,7 +321,8 @@ def test_what_is_not_known_is_told_in_torchs_words_of_which_some_are_left_out():
     assert breaks.reason_of(text, None).fix == "Please check it"
     assert breaks.reason_of(f"A call\n  Hint: Use {'long ' * 99}", None).fix.endswith("long [...]")
     text = "Observed exception\n  Hint: Please double check that your code has no similar error"
-    found = breaks.reason_of(text, None)
+    found = breaks._of_stack(f'{text}\n  File "model.py", line 4, in forward', [])
+    assert found.line == "model.py:4 in forward"
     assert found.detail == "graph break: an exception is raised"
     assert found.fix == "check and raise before what is compiled"
     text = "Unsupported context manager\n  Explanation: Dynamo does not know how to enter a `File` context manager."
@@ -441,7 +448,8 @@ def test_a_break_that_gives_up_all_of_a_function_is_named_until_a_reset():
             "0/1: n == 7   # y = x * n  # w/model.py:9 in forward (HINT: set torch._dynamo.config.a_b = True.)\nUser",
             ("n == 7", None, "fix"),  # whose file that is, the name's end does not tell
         ),
-        ("0/1: lr == 7  # step()  # optim/sgd.py:9 in step", ("lr == 7", "torch/optim/sgd.py:9 in step: step()", "fix")),
+        ("0/1: p == 7  # f()  # nn/x.py:9 in f", ("p == 7", "torch/nn/x.py:9 in f: f()", "fix")),
+        ("0/1: len(seen) == 7", ("len(seen) == 7", None, OTHER_LENGTH)),
         ("0/1: n == 7   # (_dynamo/output_graph.py:3552 in remove)", ("n == 7", None, "fix")),
         ("0/0: ___check_type_id(s, 140717788058112), x", ("___check_type_id(s), x", None, "fix")),  # an id of this process
         (f"0/1: w requires_grad mismatch. expected requires_grad=0{HINT}. ", ("w requires_grad mismatch. expected requires_grad=0", None, OTHER_FROZEN)),
@@ -450,7 +458,35 @@ def test_a_break_that_gives_up_all_of_a_function_is_named_until_a_reset():
     ],
 )  # fmt: skip
 def test_causes_of_recompilations(text, expected):
-    assert breaks._cause(text, f"{lines.TORCH}optim/sgd.py", "fix") == expected
+    assert breaks._cause(text, f"{lines.TORCH}nn/x.py", "fix") == expected
+
+
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_a_compiled_optimizer_is_told_of_with_the_line_that_calls_it():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer, weight.grad = torch.optim.SGD([weight], 0.1), torch.ones(2)
+
+    def step():
+        optimizer.step()  # the line to name
+
+    call = torch.compile(step, backend="cgpass")
+    report = watched(lambda lr: optimizer.param_groups[0].update(lr=lr) or call(), 0.1, 0.2)
+    assert report.left_to_eager[0].rest.endswith(f"in step, called at {at(step)} in step")
+    assert report.left_to_eager[0].fix == OTHER_OPTIMIZER
+
+
+def test_a_list_that_grows_is_told_beside_the_break_at_its_line():
+    seen = []
+
+    def hook(module, args, out):
+        seen.append(out.mean().item())
+
+    model = Model(nn.GELU)
+    model.head = nn.Sequential(model.head)
+    model.head[0].register_forward_hook(hook)
+    report = watched(torch.compile(model, backend="cgpass"), X, X, X)
+    assert {each.line for each in report.left_to_eager} == {report.recompilations[0].line}
+    assert "len(seen) == 1" in report.recompilations[-1].detail
 
 
 def test_what_a_layer_of_torchs_reads_is_told_at_the_users_line():
@@ -504,7 +540,7 @@ def test_more_compilations_are_noted_than_torch_keeps():
     before = torch_private.compilations()
     for number in range(70):
         torch.compile(gives_up if number == 0 else eval("lambda x: x.sin()"), backend="eager")(X)
-    (left,) = breaks.left_to_eager(before)
+    (left,) = breaks.left_to_eager(before, {})
     assert left.rest == f"test_breaks.py:{gives_up.__code__.co_firstlineno} in gives_up"
 
 

@@ -141,13 +141,18 @@ def test_who_listens_is_told_of_each_graph_that_is_compiled(fn):
 
 def test_callables_graphed_by_hand_are_told_of():
     by_hand = cgpass.make_graphed_callables(nn.Linear(8, 8), (X,), options={"driver": "simulated"})
-    report = watched(by_hand, *[X] * 4)
-    assert any("graphed by hand" in each for each in report.others)
-    assert "graphed by hand" in str(report)
-    assert "since this report began" not in str(report)
+    results = []
+    report = watched(lambda x: results.append(by_hand(x).detach()), *[X] * 4)
+    (told,) = report.others
+    assert told.startswith("Linear, graphed by hand: ")
+    assert "gradients still referenced were copied 3 times (" in told
+    assert "since this report" not in str(report)
+    assert report.device.startswith("cpu (simulated graphs")
     (told,) = watched(by_hand, X).others
-    assert told.endswith("\n  1 of these calls ran since this report began")
+    assert told.endswith("\n  1 of these calls ran since this report or summary began")
     assert watched(by_hand).others == ()
+    (found,) = watched(torch.compile(lambda x: by_hand(x).sin(), backend="cgpass"), X).graph_breaks
+    assert found.detail == "graph break: a callable graphed by hand is called"
 
 
 def test_watching_adds_nothing_to_a_step():
@@ -625,6 +630,11 @@ def test_what_is_wrapped_by_hand_is_listed_with_its_causes():
     report = cgpass.explain(wrapped, X, training=False)
     assert any("graphed by hand" in each for each in report.others)
     assert "wrapper.py" not in str(report)
+    inputs = torch.ones(1), *[torch.ones(2)] * 3
+    once, reads = "  1 recorded: the first call", "(at test_explain.py:"
+    for fn, told in ((lambda x: x * 2, once), (lambda x: x * x.sum().item(), reads)):
+        with torch.no_grad():
+            assert told in str(watched(cgpass.CUDAGraphWrapper(fn), *inputs))
 
 
 def test_lazy_modules_are_initialised():

@@ -105,7 +105,7 @@ PLANTED = {
         lambda: calls(chain, X, X.double()),
         chain,
         "compiled once more: tensor 'x' dtype mismatch. expected Float, actual Double [recompiled]",
-        "keep dtypes, sizes, Python values and modes (autocast, no_grad) the same in every call",
+        "keep dtypes, sizes, lengths of lists, Python values and modes (autocast, no_grad) the same in",
     ),
     "moved parameter": (
         moves,
@@ -132,7 +132,7 @@ PLANTED = {
         keeps,
         kept,
         "captured_0: outputs still referenced were copied 6 times (1.5 KiB) [rescues]",
-        "drop results before their backward and the next call, and call zero_grad() before that; if",
+        "drop results before the next call, if you can",
     ),
     "compiled optimizer": (
         steps,

@@ -215,8 +215,9 @@ def test_results_that_are_held_and_parameters_that_move_are_changes():
             for calls in ("1 of 1 call", "4 of 5 calls")
         ],
         [{"detail": f"s == {number}"} for number in ("0.5", "-0.5", "4.9e-06")],
+        [{"detail": f"captured_{number}: held"} for number in (4, 0)],
     ],
-    ids=["moved or noted before", "more calls", "another sign or size of a number"],
+    ids=["moved or noted before", "more calls", "another sign or size", "another partition"],
 )
 def test_one_cause_otherwise_is_no_change(changes):
     (noted,) = sample().graph_breaks

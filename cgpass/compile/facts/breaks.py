@@ -10,13 +10,19 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-import torch
 from torch import fx
 
 from cgpass import torch_private
 from cgpass.compile.facts import lines, op_tables
 from cgpass.compile.facts.lines import at, is_users, library_file, place_of
-from cgpass.telemetry.reason import OTHER_FIXES, OTHER_FROZEN, OTHER_OPTIONS, Reason
+from cgpass.telemetry.reason import (
+    OTHER_FIXES,
+    OTHER_FROZEN,
+    OTHER_LENGTH,
+    OTHER_OPTIMIZER,
+    OTHER_OPTIONS,
+    Reason,
+)
 from cgpass.telemetry.summaries import GraphSummary
 
 _HOST_READ: Final = op_tables.FIXES["host_read"]
@@ -43,6 +49,7 @@ _KNOWN: Final = (
     ("sparse [Tt]ensor", "a sparse tensor is made or used", _OUTSIDE),
     (r"compiler\.disable\(\)", "what torch.compiler.disable keeps out is called", _OUTSIDE),
     ("Observed exception", "an exception is raised", "check and raise before what is compiled"),
+    ("_outside_dynamo", "a callable graphed by hand is called", "leave it: it has its own graphs"),
     (r"torch\._dynamo\.graph_break\(\)", "torch._dynamo.graph_break() is called", "remove it"),
     ("comprehension_graph_break", "a graph break in a comprehension", "take it out of there"),
     (
@@ -60,10 +67,10 @@ _NO_HELP: Final = re.compile("an issue|caused by an earlier graph break|graph br
 _LOOP: Final = "or loop over an nn.ModuleList in a forward of your own: torch does not compile its own containers by themselves"
 _OPERATOR: Final = re.compile(r"(?<=Operator )`(aten\.(\w+)\.\w+)`")
 _RANDOM: Final = re.compile(r"^(?!.*\.(?:item|tolist)\().*(?<!torch\.)\brandom\.\w+\(")
-_MODULES: Final = os.path.dirname(torch.nn.modules.__file__)
 _SENTENCE: Final = re.compile(r"\. (?=[A-Z])")  # "e.g. " ends none
 _LENGTH: Final = 160
 """Of the words of torch's own that are shown."""
+Callers = dict[torch_private.Function, list[str]]
 _LIMIT: Final = re.compile(r"exceeding the (\w*recompile_limit) .*currently set to (\d+)")
 _GUARD: Final = re.compile(
     r"(?:\[?\d+/\d+\]?: )?(.*?)(?: +# (.*?) *# (\S+):(\d+) in (\S+).*| {2,}# .*)?(?: *\(HINT: .*\))?\s*$"
@@ -135,10 +142,12 @@ def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
     last: Any = stack[-1] if stack else None
     users = [each for each in stack if is_users(each.filename)]
     frame = users[-1] if users else last
-    reason = reason_of(text, frame and at(frame.filename, frame.lineno, frame.name, frame.line))
+    line = frame and at(frame.filename, frame.lineno, frame.name, frame.line)
+    reason = reason_of(text, line or lines.innermost(text))  # torch's text of a failed backend
     detail, fix, rest = reason.detail, reason.fix, _left_by_torch(stack)
     if frame is not last:
-        detail += f", in {library_file(last.filename)}:{last.lineno}"
+        inside = f", in {library_file(last.filename)}:{last.lineno}"
+        detail += inside * (not last.filename.startswith(lines.OURS))
         if "torch._dynamo.graph_break()" in text:
             fix = _BY_ITSELF
         elif fix in (_BEHIND, _HOST_READ, _BRANCH) or fix.startswith(("Avoid ", "Remove ")):
@@ -150,10 +159,10 @@ def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
 
 def _left_by_torch(stack: Sequence[Any]) -> str | None:
     """Name torch's own module between a graph's function and a break in what it called: Dynamo compiles none of these by itself."""
-    between = os.path.join(_MODULES, "module.py")  # lies between any two modules
+    between = os.path.join(lines.MODULES, "module.py")  # lies between any two modules
     frames = [each for each in stack if each.filename != between]
     for caller, frame in itertools.pairwise(frames):
-        if os.path.dirname(frame.filename) == _MODULES and frame.name == "forward":
+        if os.path.dirname(frame.filename) == lines.MODULES and frame.name == "forward":
             name = library_file(frame.filename)
             if caller.filename.startswith(lines.TORCH):
                 return f"what {name} runs besides"
@@ -208,7 +217,17 @@ def graph_breaks(
     return list(every.values())
 
 
-def left_to_eager(before: Sequence[Any]) -> list[Reason]:
+def callers(graphs: Iterable[GraphSummary]) -> Callers:
+    """Map functions of torch's own, such as optimizers' steps, to the user's lines that call them."""
+    found: Callers = {}
+    for graph in graphs:
+        _, called, line = (graph.place or "").partition(", called at ")
+        if called and graph.code is not None and line not in found.setdefault(graph.code, []):
+            found[graph.code].append(line)
+    return found
+
+
+def left_to_eager(before: Sequence[Any], callers: Callers) -> list[Reason]:
     """Functions whose last compilation was given up; of those noted `before` only what was compiled for our backend."""
     old, living = set(map(id, before)), _last(torch_private.compilations(since_reset=True))
     ours = {each.function for each in torch_private.graph_breaks() if not each.over}
@@ -218,18 +237,18 @@ def left_to_eager(before: Sequence[Any]) -> list[Reason]:
         is_ours = torch_private.is_ours(each) or function in ours
         counts = not is_old or (is_ours and living.get(function) is each)
         if counts and torch_private.was_given_up(each):
-            found.append(replace(_described(function, each), is_earlier=is_old))
+            found.append(replace(_described(function, each, callers), is_earlier=is_old))
     return found
 
 
-def recompiled(before: Sequence[Any]) -> list[Reason]:
+def recompiled(before: Sequence[Any], callers: Callers) -> list[Reason]:
     """List the recompilations of functions that cgpass compiles: each cause at each line, and how often."""
     old, found = set(map(id, before)), dict[tuple[str, str], Reason]()
     for each in torch_private.compilations():
         text, is_new = each.recompile_reason, id(each) not in old and torch_private.is_ours(each)
         if text and is_new and each.co_name is not None and not torch_private.was_given_up(each):
             cause, line, fix = _cause(text, each.co_filename, OTHER_FIXES["recompiled"])
-            line = line or _where((each.co_filename, each.co_firstlineno, each.co_name))
+            line = line or _where((each.co_filename, each.co_firstlineno, each.co_name), callers)
             key = line, re.sub(r"-?\d[-.e\d]*", "", cause)
             count = found[key].count + 1 if key in found else 1
             detail = f"compiled once more: {cause}"
@@ -237,13 +256,14 @@ def recompiled(before: Sequence[Any]) -> list[Reason]:
     return list(found.values())
 
 
-def _where(function: torch_private.Function) -> str:
+def _where(function: torch_private.Function, callers: Callers) -> str:
     file, line, name = function
     if file.endswith(_WRAPPER):
         return "modules of torch's own classes, as nn.Sequential (they count as one function)"
     if file.startswith(lines.OURS):
         return "the loss function of a training step"
-    return at(file, line, name)
+    called = ", ".join(callers.get(function, ())[:3])
+    return at(file, line, name) + f", called at {called}" * bool(called)
 
 
 def _last(notes: Iterable[Any]) -> dict[torch_private.Function, Any]:
@@ -260,8 +280,8 @@ def _last(notes: Iterable[Any]) -> dict[torch_private.Function, Any]:
     return last
 
 
-def _described(function: torch_private.Function, compilation: Any) -> Reason:
-    rest = _where(function)
+def _described(function: torch_private.Function, compilation: Any, callers: Callers) -> Reason:
+    rest = _where(function, callers)
     limit = _LIMIT.search(compilation.fail_reason or "")
     if limit is None:
         file, number = compilation.fail_user_frame_filename, compilation.fail_user_frame_lineno
@@ -291,6 +311,10 @@ def _cause(text: str, own: str, fix: str) -> tuple[str, str | None, str]:
     if "size mismatch" not in guard:
         guard, _, of_parameter = guard.partition(". Guard failed on a parameter")
         fix = OTHER_FROZEN if of_parameter and "requires_grad" in guard else fix
+    if guard.startswith("len("):
+        fix = OTHER_LENGTH
+    if library_file(own).startswith("torch/optim/"):
+        fix = OTHER_OPTIMIZER
     if guard.startswith("BACKEND_MATCH"):
         guard, fix = "backend or options were others", OTHER_OPTIONS
     where = lines.innermost(text)

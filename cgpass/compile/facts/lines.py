@@ -7,6 +7,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import fx
@@ -20,6 +21,7 @@ _ROOT = re.compile(r"^L\['\w+'\](?:\.__self__)?\.?")
 """Of a module's path: what the compiled function calls the module that holds it."""
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
 TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+MODULES: Final = os.path.dirname(torch.nn.modules.__file__)
 OURS = str(Path(__file__).parents[2]) + os.sep
 """Calls the user's loss function, and what he checkpoints, in what Dynamo compiles."""
 PYTHON = sysconfig.get_path("stdlib") + os.sep
@@ -125,6 +127,16 @@ def at(file: str, line: int | str | None, name: str | None = None, code: str | N
     place = f"{library_file(file) if file.startswith(TORCH) else os.path.basename(file)}:{line}"
     place += f" in {function_name(name)}" if name else ""
     return f"{place}: {code}" if code else place
+
+
+def raised_at(error: BaseException) -> str | None:
+    """Return the user's line that raised an error, or that of a module of torch's if he has none, as in a Sequential."""
+    frames = traceback.extract_tb(error.__traceback__)[::-1]
+    own = [frame for frame in frames if is_users(frame.filename)]
+    own += [frame for frame in frames if frame.filename.startswith(MODULES)]
+    if not own:
+        return None
+    return at(own[0].filename, own[0].lineno, own[0].name, (own[0].line or "").rstrip(":"))
 
 
 def _torchs_own(node: fx.Node) -> str | None:
