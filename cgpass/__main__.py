@@ -50,8 +50,8 @@ def _parser() -> argparse.ArgumentParser:
         usage="python -m cgpass check [-h] [--min-captured SHARE] [--save FILE] [-m] script [arguments ...]",
         help="run a script, and fail if too little of it was captured or something fell back",
         description="Run a script as its own process would. It fails (status 1) if less than a share of the operators "
-        "that functions compiled by cgpass ran after their warm-ups was captured, or if something that was to be "
-        "captured, or compiled, ran without a graph. Warm-ups that no recording ever follows count, too. Operators are "
+        "that functions compiled by cgpass ran after their warm-ups was captured, if calls passed a limit, a capture "
+        "failed, or torch.compile gave up on a function. Warm-ups that no recording ever follows count, too. Operators are "
         "counted as traced, each as often as it ran. Callables graphed by hand are not checked: cgpass.expect asks for their "
         "replays. A script that fails itself keeps its status. Threads that outlive it can't use its __main__.",
     )

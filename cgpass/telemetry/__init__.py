@@ -29,14 +29,14 @@ class CallStats:
     recordings: int = 0
     """Recordings made, re-recordings included."""
     rerecordings: int = 0
-    """Recordings made because a known input's address moved."""
+    """Recordings made because a known input's address moved; of graphed callables all further ones."""
     replays: int = 0
     """Replays, each recording's first one included."""
     plain_calls: int = 0
     """Calls after warm-up that ran without a graph: a limit, a failed capture, a capture of your own. Graphs that are left
     out as a whole (too small, no CUDA device) don't count."""
     copied_bytes: int = 0
-    """Bytes copied into placeholders, written back, and copied out of the pool."""
+    """Bytes copied into placeholders, written back, and copied for `outputs="owned"`."""
     rescues: int = 0
     """Times that outputs that were still referenced were copied before a replay overwrote them."""
     rescued_bytes: int = 0

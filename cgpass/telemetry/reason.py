@@ -27,8 +27,8 @@ OTHER_FIXES: Final = {
     "outer_capture": "leave it: your own graph captures it",
     "passing": "leave it, unless it keeps happening: a capture failed once",
     "new_tensor": "write into it in place (copy_; compute with a clone if the backward needs it), unless modules share the code",
-    "new_shape": "pad inputs to a few sizes; use few values of a number, or pass it as a 0-dim tensor on the device if it is "
-    "for arithmetic alone",
+    "new_shape": "pad inputs to a few sizes; use few values of a number, or pass a 0-dim device tensor if only arithmetic "
+    "reads it",
     "graph_break": "follow torch's hint in the report; TORCH_LOGS=graph_breaks shows more",
     "recompiled": "keep dtypes, sizes, lengths of lists, Python values and modes (autocast, no_grad) the same in every "
     "call; a few of each are fine",

@@ -118,7 +118,7 @@ def test_figures_in_the_first_lines_are_those_that_were_measured():
     assert f'{span("reduce-overhead")} as long in `mode="reduce-overhead"` as with' in first
     assert f"{span('default')} as long in plain `torch.compile`" in first
     loops = [*map(truediv, times("reduce-overhead", "loop_ms"), times("cgpass", "loop_ms"))]
-    assert ("`reduce-overhead`, for some models nothing." in first) is (min(loops) < 1.02)
+    assert f"the gain over `reduce-overhead` can be as little as {min(loops) - 1:.0%}." in first
     measured = README.partition("<!-- measured: begin -->")[2]
     assert f"of commit {bench['meta']['commit']}, {bench['meta']['time'].split()[0]}" in measured
     calls = re.findall(r"\| ([\d]+) \| ([\d]+) \|$", measured.partition("| call |")[2], re.MULTILINE)
