@@ -36,12 +36,6 @@ OTHER_FIXES: Final = {
     "place); TORCH_LOGS=recompiles names each cause",
 }
 """Remedies, by code, where no rule about an operator is the reason."""
-OTHER_OPTIONS: Final = "compile it once, for one backend and with one set of options, or call torch.compiler.reset() before you change them"
-"""The remedy where other options had a function compiled once more."""
-OTHER_OPTIMIZER: Final = "each optimizer is compiled once more; make an lr that changes a tensor: lr=torch.tensor(1e-3), then lr.fill_(...)"
-OTHER_LENGTH: Final = "keep its length: return values, or append them outside of what is compiled"
-OTHER_FROZEN: Final = "call torch.compiler.reset() after you freeze or unfreeze layers for good"
-
 KEEP_GRADIENTS: Final = (
     "keep gradients in place with zero_grad(set_to_none=False): backwards add to them"
 )

@@ -20,13 +20,7 @@ from cgpass.report import check
 from cgpass.report.model import GraphReport, PartitionReport
 from cgpass.report.report import Report
 from cgpass.report.text import findings
-from cgpass.telemetry.reason import (
-    OTHER_FIXES,
-    OTHER_FROZEN,
-    OTHER_LENGTH,
-    OTHER_OPTIMIZER,
-    Reason,
-)
+from cgpass.telemetry.reason import OTHER_FIXES, Reason
 from tests.report.samples import joined, watched
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
@@ -449,10 +443,10 @@ def test_a_break_that_gives_up_all_of_a_function_is_named_until_a_reset():
             ("n == 7", None, "fix"),  # whose file that is, the name's end does not tell
         ),
         ("0/1: p == 7  # f()  # nn/x.py:9 in f", ("p == 7", "torch/nn/x.py:9 in f: f()", "fix")),
-        ("0/1: len(seen) == 7", ("len(seen) == 7", None, OTHER_LENGTH)),
+        ("0/1: len(seen) == 7", ("len(seen) == 7", None, breaks._APPENDED)),
         ("0/1: n == 7   # (_dynamo/output_graph.py:3552 in remove)", ("n == 7", None, "fix")),
         ("0/0: ___check_type_id(s, 140717788058112), x", ("___check_type_id(s), x", None, "fix")),  # an id of this process
-        (f"0/1: w requires_grad mismatch. expected requires_grad=0{HINT}. ", ("w requires_grad mismatch. expected requires_grad=0", None, OTHER_FROZEN)),
+        (f"0/1: w requires_grad mismatch. expected requires_grad=0{HINT}. ", ("w requires_grad mismatch. expected requires_grad=0", None, breaks._FROZEN)),
         (f"0/1: w size mismatch. expected 4, actual 5{HINT}", (f"w size mismatch. expected 4, actual 5{HINT}", None, "fix")),
         ("0/1: x requires_grad mismatch. expected requires_grad=0", ("x requires_grad mismatch. expected requires_grad=0", None, "fix")),
     ],
@@ -472,7 +466,7 @@ def test_a_compiled_optimizer_is_told_of_with_the_line_that_calls_it():
     call = torch.compile(step, backend="cgpass")
     report = watched(lambda lr: optimizer.param_groups[0].update(lr=lr) or call(), 0.1, 0.2)
     assert report.left_to_eager[0].rest.endswith(f"in step, called at {at(step)} in step")
-    assert report.left_to_eager[0].fix == OTHER_OPTIMIZER
+    assert report.left_to_eager[0].fix == breaks._OPTIMIZER
 
 
 def test_a_list_that_grows_is_told_beside_the_break_at_its_line():
@@ -532,7 +526,7 @@ def test_layers_that_are_unfrozen_one_by_one_stay_in_graphs_by_the_remedy():
                 torch.compiler.reset() if resets else None
                 call(X)
         limited = not resets and report.counters["graphs"] > 1  # torch 2.11 has no guard on it
-        assert [each.fix for each in report.left_to_eager] == [OTHER_FROZEN] * limited
+        assert [each.fix for each in report.left_to_eager] == [breaks._FROZEN] * limited
 
 
 def test_more_compilations_are_noted_than_torch_keeps():

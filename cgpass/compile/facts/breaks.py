@@ -15,14 +15,7 @@ from torch import fx
 from cgpass import torch_private
 from cgpass.compile.facts import lines, op_tables
 from cgpass.compile.facts.lines import at, is_users, library_file, place_of
-from cgpass.telemetry.reason import (
-    OTHER_FIXES,
-    OTHER_FROZEN,
-    OTHER_LENGTH,
-    OTHER_OPTIMIZER,
-    OTHER_OPTIONS,
-    Reason,
-)
+from cgpass.telemetry.reason import OTHER_FIXES, Reason
 from cgpass.telemetry.summaries import GraphSummary
 
 _HOST_READ: Final = op_tables.FIXES["host_read"]
@@ -30,6 +23,11 @@ _OUTSIDE: Final = "call it outside of what is compiled"
 _BEHIND: Final = f"{_OUTSIDE}, or behind `if not torch.compiler.is_compiling():`"
 _BRANCH: Final = "use torch.where; to check: assert torch.isfinite(x).all(), 'text'"
 _BY_ITSELF: Final = "leave it: torch compiles the function called there by itself"
+_OPTIONS: Final = "compile it once, for one backend and with one set of options, or call torch.compiler.reset() before you change them"
+_OPTIMIZER: Final = "each optimizer is compiled once more; make an lr that changes a tensor: lr=torch.tensor(1e-3), then lr.fill_(...)"
+_APPENDED: Final = "keep its length: return values, or append them outside of what is compiled"
+_FROZEN: Final = "call torch.compiler.reset() after you freeze or unfreeze layers for good"
+"""Remedies where options, an optimizer, a list's length or frozen layers had a function compiled once more."""
 _KNOWN: Final = (
     (r"Tensor\.backward\(\) call", "the backward is called", "leave it: it has its own graphs"),
     (r"`Optimizer\.zero_grad`", "gradients are cleared", "leave it: it launches little"),
@@ -310,13 +308,13 @@ def _cause(text: str, own: str, fix: str) -> tuple[str, str | None, str]:
     guard = re.sub(r", \d{9,}(?=\))", "", guard)  # an id, another one in each process
     if "size mismatch" not in guard:
         guard, _, of_parameter = guard.partition(". Guard failed on a parameter")
-        fix = OTHER_FROZEN if of_parameter and "requires_grad" in guard else fix
+        fix = _FROZEN if of_parameter and "requires_grad" in guard else fix
     if guard.startswith("len("):
-        fix = OTHER_LENGTH
+        fix = _APPENDED
     if library_file(own).startswith("torch/optim/"):
-        fix = OTHER_OPTIMIZER
+        fix = _OPTIMIZER
     if guard.startswith("BACKEND_MATCH"):
-        guard, fix = "backend or options were others", OTHER_OPTIONS
+        guard, fix = "backend or options were others", _OPTIONS
     where = lines.innermost(text)
     if where is None and line and own.endswith(file):  # torch names its end alone
         where = at(own, line, name, code)
