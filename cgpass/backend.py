@@ -76,6 +76,7 @@ def cgpass(
     Raises:
         OptionError: An unknown option or a bad value.
         DriverUnavailableError: `driver="cuda"` without CUDA.
+        CaptureError: `on_skip="raise"`, and a part of the graph can't be captured.
     """
     del name
     torch_private.register_backend("cgpass", cgpass)

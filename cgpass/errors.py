@@ -36,7 +36,7 @@ class DriverUnavailableError(CGPassError, RuntimeError):
 
 
 class InputError(CGPassError, TypeError):
-    """A CUDA graph can't take an input of a call, or a wrapper is called otherwise than before.
+    """A graph, or a function of cgpass, can't take an argument, or a wrapper is called otherwise than before.
 
     Examples:
         >>> cgpass.CUDAGraphWrapper(torch.add, name="add")(torch.ones(2), 0.5)
@@ -68,7 +68,7 @@ class StaticInputMovedError(CGPassError, RuntimeError):
 
 
 class CaptureError(CGPassError, RuntimeError):
-    """A partition could not be captured, and `on_skip="raise"` forbids running it without a graph.
+    """Something can't be captured, and may not run without a graph: `on_skip="raise"`, or it is graphed by hand.
 
     Examples:
         >>> rows = cgpass.CUDAGraphWrapper(torch.nonzero, name="rows", options={"on_skip": "raise"})

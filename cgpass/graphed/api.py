@@ -73,6 +73,7 @@ def make_graphed_callables(
         GraphedArgumentError: Callables or samples can't be used.
         ScheduleError: The order can't be run, or samples are missing for it.
         OptionError: An unknown option or a bad value.
+        DriverUnavailableError: `driver="cuda"` without CUDA.
         HookError: A hook returned something.
         CaptureError: A callable can't be captured; random number states, gradients and buffers are as before.
     """

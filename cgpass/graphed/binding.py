@@ -160,9 +160,12 @@ class Binding:
         i, tensor, expected, requires_grad = next(
             each for each in like if not fast.fits([each[1]], [each[2]], bytes([each[3]]))
         )
+        fix = "Convert it, or record a callable with such a sample too"
+        if fast.fits([tensor], [expected], b"\1"):
+            fix = "Make the callable with a sample that requires grad"
         return (
             f"{self._names[i]} was {_described(expected, requires_grad)} in the sample, now it "
-            f"is {_described(tensor, getattr(tensor, 'requires_grad', False))}. Convert it, or record a callable with such a sample too"
+            f"is {_described(tensor, getattr(tensor, 'requires_grad', False))}. {fix}"
         )
 
 

@@ -237,7 +237,7 @@ class GraphedFunction:
                 "a transform, a tracer or a mode of torch's is active, and would not see a replay"
             )
         if self._settings_now() != self._settings:
-            return "autocast, or the fork of its rng_tracker, is another than when it was recorded"
+            return "autocast, or the fork of its rng_tracker, is another than when it was made (make it inside the same one)"
         if self._pairs and not self._states.items() <= self._states_now().items():
             return "states of its rng_tracker were replaced (reset() makes it record again)"
         if torch.is_grad_enabled() and not self.with_grad:
@@ -311,7 +311,7 @@ class GraphedFunction:
             why = _PENDING if any(not pair.closed for pair in beside) else _REORDERED
             if True in nearest:
                 why = _CHANGES[nearest.index(True)]
-            self.stats.why[f"recorded again: {why}"] += 1
+            self.stats.why[f"recorded: {why}"] += 1
             log.info("%s records again (%d): %s", self.name, self.stats.rerecordings, why)
         pair = Pair(self, owner, key[-1])
         owner.driver.prepare_thread()

@@ -181,7 +181,9 @@ _NUMBER: Final = re.compile(
 def _told(report: Report) -> dict[str, list[str]]:
     """Lines on what costs time, by what stays where code moves and calls are more: not by line numbers and counts."""
     lines = [f"{each.line}: {text.what(each)}; {each.fix}" for each in text.findings(report)]
-    lines += [line.strip() for other in report.others for line in other.splitlines()]
+    for other in report.others:
+        name, *causes = other.splitlines()
+        lines += [f"{re.split(':|, graphed', name)[0]}: {each.strip()}" for each in causes]
     told: dict[str, list[str]] = {}
     for line in lines:
         told.setdefault(_NUMBER.sub("", line.replace(text.EARLIER, "")), []).append(line)

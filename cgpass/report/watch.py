@@ -17,7 +17,13 @@ from typing import Any, Final
 import torch
 
 from cgpass import telemetry, torch_private
-from cgpass.compile.facts.breaks import callers, graph_breaks, left_to_eager, recompiled
+from cgpass.compile.facts.breaks import (
+    callers,
+    graph_breaks,
+    left_to_eager,
+    recompiled,
+    without_numbers,
+)
 from cgpass.compile.facts.lines import place_of
 from cgpass.options import current_defaults
 from cgpass.report.model import CopiedInput, GraphReport, PartitionReport
@@ -83,8 +89,7 @@ def _report(
     told = {(each.line, each.detail) for each in left}
     left += [r for r in met if r.rest is not None and (r.line, r.detail) not in told]
     known = {place_of(each.line or each.rest) for each in left}
-    limited = {place_of(each.line or each.rest) for each in left if each.code == "recompile_limit"}
-    again = recompiled(notes, called_at)
+    limits = " ".join(without_numbers(r.detail) for r in left if r.code == "recompile_limit")
     others = {
         each: telemetry.grown(n, before.others.get(each, {})) for each, n in after.others.items()
     }
@@ -104,7 +109,11 @@ def _report(
         graphs=tuple(graphs),
         left_to_eager=tuple(dict.fromkeys(left)),
         graph_breaks=counted(r for r in met if r.rest is None and place_of(r.line) not in known),
-        recompilations=tuple(r for r in again if place_of(r.line) not in limited),
+        recompilations=tuple(
+            each
+            for each in recompiled(notes, called_at)
+            if without_numbers(each.detail).partition(": ")[2] not in limits
+        ),
         others=tuple(telemetry.told(each, counts["calls"]) for each, counts in others.items()),
         whole_steps=sum(counts["replays"] for counts in steps),
         steps=sum(counts["later"] - excused(counts) for counts in steps),

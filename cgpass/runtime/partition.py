@@ -548,8 +548,8 @@ class PartitionRunner:
         self.stats.recordings += 1
         self.stats.rerecordings += note.cause == "moved"
         if isinstance(self.stats, ByHand) and note.cause != "first":
-            again = " again" * (self.stats.recordings > 1)
-            self.stats.why[f"recorded{again}: {note.detail}"] += 1
+            fix = f"; {OTHER_FIXES['new_tensor']}" * (note.cause == "moved")
+            self.stats.why[f"recorded: {note.detail}{fix}"] += 1
         log.info("%s: recording %d made: %s", self.name, self.stats.recordings, note.detail)
         number, partition = self.stats.recordings, self._traced_as
         told = {"partition": partition, "function": self.source.place, "recording": number}

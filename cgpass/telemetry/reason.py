@@ -14,7 +14,7 @@ _NO_WORK: Final = CHOSEN - {"too_small"} | {"host_only"}
 OTHER_FIXES: Final = {
     "too_small": "leave it: it launches little work; or lower min_partition_ops to the number of its operators",
     "no_work": "leave it: nothing is lost",
-    "capture": "take out the operator that fails: name it in unsafe_ops, or move it out of a CUDAGraphWrapper",
+    "capture": "in compiled code name the operator that fails in unsafe_ops; move it out of a CUDAGraphWrapper",
     "out_of_memory": "free memory, or lower max_recordings; after cgpass.reset() the next calls try again",
     "raised": "see the error",
     "shares_memory": "pass tensors that share no memory: clone() one of them",
@@ -30,10 +30,11 @@ OTHER_FIXES: Final = {
     "new_shape": "pad inputs to a few sizes; use few values of a number, or pass a 0-dim device tensor if only arithmetic "
     "reads it",
     "graph_break": "follow torch's hint in the report; TORCH_LOGS=graph_breaks shows more",
-    "recompiled": "keep dtypes, sizes, lengths of lists, Python values and modes (autocast, no_grad) the same in every "
-    "call; a few of each are fine",
-    "recompile_limit": "keep the value fixed or out of the function, or make it a tensor (a counter: a buffer written in "
-    "place); TORCH_LOGS=recompiles names each cause",
+    "recompiled": "keep dtypes, sizes, requires_grad, objects, Python values and modes (autocast, no_grad) the same in "
+    "every call; a few of each are fine",
+    "recompile_limit": "keep the value fixed or out of the function, or make it a tensor if only arithmetic reads it (a "
+    "counter: a buffer written in place); for a few more values or modules raise "
+    "torch._dynamo.config.recompile_limit; TORCH_LOGS=recompiles names each cause",
 }
 """Remedies, by code, where no rule about an operator is the reason."""
 KEEP_GRADIENTS: Final = (

@@ -131,7 +131,7 @@ def test_an_argument_that_requires_grad_where_the_sample_did_not(setting, caplog
     same_grads(graphed, plain)
     (said,) = caplog.messages
     assert "runs without a graph: args[0] was [4, 8] torch.float32 on" in said
-    assert "with requires_grad=True. Convert it, or record a callable with such a sample" in said
+    assert "with requires_grad=True. Make the callable with a sample that requires grad" in said
 
 
 @dataclasses.dataclass

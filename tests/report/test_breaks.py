@@ -467,6 +467,23 @@ def test_a_compiled_optimizer_is_told_of_with_the_line_that_calls_it():
     report = watched(lambda lr: optimizer.param_groups[0].update(lr=lr) or call(), 0.1, 0.2)
     assert report.left_to_eager[0].rest.endswith(f"in step, called at {at(step)} in step")
     assert report.left_to_eager[0].fix == breaks._OPTIMIZER
+    guard, file = "self.param_groups[0]['betas'][0] == 0.9", f"{lines.TORCH}optim/adam.py"
+    assert breaks._cause(guard, file, "")[2] == breaks._HYPERPARAMETER
+
+
+def test_functions_under_torchs_decorators_are_named():
+    @torch.compile(backend="cgpass")
+    @torch.no_grad()
+    def halved(x):
+        return chain(x * 0.5)  # the line to name
+
+    @torch.compile(backend="cgpass")
+    @torch.no_grad()
+    def doubled(x):
+        return chain(x * 2)
+
+    (found,) = watched(lambda x: (halved(x), doubled(x)), X, X).recompilations
+    assert f"{at(halved)} in halved" in found.line
 
 
 def test_a_list_that_grows_is_told_beside_the_break_at_its_line():

@@ -105,7 +105,7 @@ PLANTED = {
         lambda: calls(chain, X, X.double()),
         chain,
         "compiled once more: tensor 'x' dtype mismatch. expected Float, actual Double [recompiled]",
-        "keep dtypes, sizes, lengths of lists, Python values and modes (autocast, no_grad) the same in",
+        "keep dtypes, sizes, requires_grad, objects, Python values and modes (autocast, no_grad) the same",
     ),
     "moved parameter": (
         moves,
@@ -120,7 +120,7 @@ PLANTED = {
             "it was compiled 8 times, as often as torch._dynamo.config.recompile_limit allows; the guard that failed last: "
             "self.calls == 7. Calls that no compiled version fits run in eager [recompile_limit]"
         ),
-        "keep the value fixed or out of the function, or make it a tensor (a counter: a buffer written in place)",
+        "keep the value fixed or out of the function, or make it a tensor if only arithmetic reads it",
     ),
     "several modules": (
         several,

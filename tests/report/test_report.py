@@ -184,7 +184,9 @@ def test_what_changed_is_told(tmp_path, capsys):
     more = sample(graphs=(dataclasses.replace(old.graphs[0], num_ops=99), *old.graphs[1:]))
     assert "operators of graphs: " in diff(old, more)
     assert diff(new, old).splitlines()[-1].startswith("new: model.py:50 in f: graph break")
-    assert diff(old, sample(others=("",))) == "nothing changed"
+    one, two = (f"f, graphed by hand: {n} recordings\n  1 recorded: why" for n in (1, 2))
+    assert diff(sample(others=(one,)), sample(others=(two,))) == "nothing changed"
+    assert diff(old, sample(others=(one,))) == "new: f: 1 recorded: why"
     for name, report in (("old", old), ("new", new)):
         report.save(tmp_path / f"{name}.json")
     paths = [str(tmp_path / "old.json"), str(tmp_path / "new.json")]

@@ -109,7 +109,7 @@ def test_nothing_grows_with_thousands_of_sizes(way, training, sizes, caplog):
     )
 
 
-def test_a_dropped_function_is_freed(setting):
+def test_a_reset_frees_a_dropped_function(setting):
     before = set(owners._owners)
 
     def program(session):

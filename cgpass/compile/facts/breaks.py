@@ -24,7 +24,8 @@ _BEHIND: Final = f"{_OUTSIDE}, or behind `if not torch.compiler.is_compiling():`
 _BRANCH: Final = "use torch.where; to check: assert torch.isfinite(x).all(), 'text'"
 _BY_ITSELF: Final = "leave it: torch compiles the function called there by itself"
 _OPTIONS: Final = "compile it once, for one backend and with one set of options, or call torch.compiler.reset() before you change them"
-_OPTIMIZER: Final = "each optimizer is compiled once more; make an lr that changes a tensor: lr=torch.tensor(1e-3), then lr.fill_(...)"
+_OPTIMIZER: Final = "each optimizer is compiled once more; make an lr that changes a tensor: lr=torch.tensor(1e-3) (without foreach=True), then lr.fill_(...)"
+_HYPERPARAMETER: Final = "keep it fixed (OneCycleLR, CyclicLR: cycle_momentum=False), or call step() outside of what is compiled"
 _APPENDED: Final = "keep its length: return values, or append them outside of what is compiled"
 _FROZEN: Final = "call torch.compiler.reset() after you freeze or unfreeze layers for good"
 """Remedies where options, an optimizer, a list's length or frozen layers had a function compiled once more."""
@@ -126,7 +127,7 @@ def _given_up(text: str, stack: Sequence[Any], rest: str) -> Reason:
         fix = 'compile each layer by itself (layer.compile(backend="cgpass"))'
     elif library_file(file).startswith("torch/optim/"):
         fix = "call step() outside of what is compiled"
-        fix += ", or make the optimizer with foreach=True" * ("compiler.disable()" in text)
+        fix += ", or make the optimizer without fused=True" * ("compiler.disable()" in text)
     elif "torch._dynamo.graph_break()" in text and is_others:
         fix = _OUTSIDE
     more = "or move the code that can be compiled into its own function"
@@ -216,12 +217,13 @@ def graph_breaks(
 
 
 def callers(graphs: Iterable[GraphSummary]) -> Callers:
-    """Map functions of torch's own, such as optimizers' steps, to the user's lines that call them."""
+    """Map functions of torch's own, such as optimizers' steps, to the user's lines that call them, or that they call."""
     found: Callers = {}
-    for graph in graphs:
-        _, called, line = (graph.place or "").partition(", called at ")
-        if called and graph.code is not None and line not in found.setdefault(graph.code, []):
-            found[graph.code].append(line)
+    places = {(graph.code, graph.place) for graph in graphs if graph.code and graph.place}
+    for code, place in sorted(places):
+        called = place.rpartition(", called at ")[2]
+        if called != place or code[0].endswith(_WRAPPER):
+            found.setdefault(code, []).extend({called}.difference(found.get(code, ())))
     return found
 
 
@@ -246,21 +248,28 @@ def recompiled(before: Sequence[Any], callers: Callers) -> list[Reason]:
         text, is_new = each.recompile_reason, id(each) not in old and torch_private.is_ours(each)
         if text and is_new and each.co_name is not None and not torch_private.was_given_up(each):
             cause, line, fix = _cause(text, each.co_filename, OTHER_FIXES["recompiled"])
-            line = line or _where((each.co_filename, each.co_firstlineno, each.co_name), callers)
-            key = line, re.sub(r"-?\d[-.e\d]*", "", cause)
+            if line is None or line.startswith("torch/"):
+                line = _where((each.co_filename, each.co_firstlineno, each.co_name), callers)
+            key = line, without_numbers(cause)
             count = found[key].count + 1 if key in found else 1
             detail = f"compiled once more: {cause}"
             found[key] = Reason("recompiled", "", detail, fix, line, count=count)
     return list(found.values())
 
 
+def without_numbers(cause: str) -> str:
+    """A guard's text as it is for other values, too."""
+    return re.sub(r"-?\d[-.e\d]*", "", cause)
+
+
 def _where(function: torch_private.Function, callers: Callers) -> str:
     file, line, name = function
+    called = ", ".join(callers.get(function, ())[:3])
     if file.endswith(_WRAPPER):
-        return "modules of torch's own classes, as nn.Sequential (they count as one function)"
+        called = called and f": {called}"
+        return f"modules of torch's own classes and functions under its decorators (they count as one{called})"
     if file.startswith(lines.OURS):
         return "the loss function of a training step"
-    called = ", ".join(callers.get(function, ())[:3])
     return at(file, line, name) + f", called at {called}" * bool(called)
 
 
@@ -312,7 +321,8 @@ def _cause(text: str, own: str, fix: str) -> tuple[str, str | None, str]:
     if guard.startswith("len("):
         fix = _APPENDED
     if library_file(own).startswith("torch/optim/"):
-        fix = _OPTIMIZER
+        is_rate = "param_groups" not in guard or "['lr']" in guard
+        fix = _OPTIMIZER if is_rate else _HYPERPARAMETER
     if guard.startswith("BACKEND_MATCH"):
         guard, fix = "backend or options were others", _OPTIONS
     where = lines.innermost(text)
