@@ -487,14 +487,8 @@ def test_functions_under_torchs_decorators_are_named():
 
 
 def test_a_list_that_grows_is_told_beside_the_break_at_its_line():
-    seen = []
-
-    def hook(module, args, out):
-        seen.append(out.mean().item())
-
-    model = Model(nn.GELU)
-    model.head = nn.Sequential(model.head)
-    model.head[0].register_forward_hook(hook)
+    seen, model = [], Model(lambda: nn.Sequential(nn.GELU()))
+    model.head[0].register_forward_hook(lambda *args: seen.append(args[2].mean().item()))
     report = watched(torch.compile(model, backend="cgpass"), X, X, X)
     assert {each.line for each in report.left_to_eager} == {report.recompilations[0].line}
     assert "len(seen) == 1" in report.recompilations[-1].detail

@@ -12,7 +12,7 @@ from cgpass.report import check
 from cgpass.report.report import Report
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
-from cgpass.telemetry.reason import NEW, OTHER_FIXES, CallReasons
+from cgpass.telemetry.reason import KEEP_GRADIENTS, NEW, OTHER_FIXES, CallReasons
 from tests.report.samples import joined, watched
 from tests.unit.runtime.runners import COPIED, POOLED, STATIC, SYMINT, call, runner
 
@@ -187,11 +187,7 @@ def test_why_calls_ran_without_a_graph(code):
 @pytest.mark.parametrize(
     ("code", "name", "fix"),
     [
-        (
-            "new_tensor",
-            "m.weight.grad",
-            "keep gradients in place with zero_grad(set_to_none=False)",
-        ),
+        ("new_tensor", "m.weight.grad", KEEP_GRADIENTS),
         ("new_tensor", "m.weight", OTHER_FIXES["new_tensor"]),
         ("new_shape", "x.size(0)", "use few sizes: pad the batch, or drop the last one"),
         ("new_shape", "x.size(1)", "pad dimension 1 of x to a few sizes"),

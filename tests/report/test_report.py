@@ -79,11 +79,8 @@ def test_what_is_no_report(data, message):
 
 def test_files_that_are_no_reports(tmp_path, capsys):
     path = tmp_path / "r.json"
-    for text, message in [
-        (None, "can't be read"),
-        ("{", "is not JSON"),
-        ("[" * 99999, "is not JSON"),
-    ]:
+    wrong = "{", "[" * 99999
+    for text, message in [(None, "can't be read"), *((each, "is not JSON") for each in wrong)]:
         if text is not None:
             path.write_text(text)
         assert command.main(["report", str(path)]) == 2
