@@ -169,7 +169,8 @@ def events(where: str, part: PartitionReport) -> Iterator[tuple[float, Reason]]:
         why, line = "moved, so each call that finds it at a new place copies it", each.line or where
         fix = KEEP_GRADIENTS if each.name.endswith(".grad") else OTHER_FIXES["new_tensor"]
         yield 1, Reason("moved", name, why, fix, line, count=0)
-    drop = _DROP if where[:9] != "inference" else "drop results before the next call, if you can"
+    trains = not where.startswith("inference")
+    drop = _DROP if trains else "drop results before the next call, if you can"
     causes = Counter(note.cause for note in part.recordings if note.cause != "first")
     for cause, count in causes.items():
         notes = [note for note in part.recordings if note.cause == cause]
