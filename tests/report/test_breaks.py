@@ -317,6 +317,8 @@ def test_what_is_not_known_is_told_in_torchs_words_of_which_some_are_left_out():
     text = "Observed exception\n  Hint: Please double check that your code has no similar error"
     found = breaks._of_stack(f'{text}\n  File "model.py", line 4, in forward', [])
     assert found.line == "model.py:4 in forward"
+    for line, helps in (("x = table[t]", True), ("x[k] = y.item()", False)):
+        assert ("i.view(1)" in breaks.reason_of("tolist()", line).fix) is helps
     assert found.detail == "graph break: an exception is raised"
     assert found.fix == "check and raise before what is compiled"
     text = "Unsupported context manager\n  Explanation: Dynamo does not know how to enter a `File` context manager."
@@ -443,10 +445,10 @@ def test_a_break_that_gives_up_all_of_a_function_is_named_until_a_reset():
             ("n == 7", None, "fix"),  # whose file that is, the name's end does not tell
         ),
         ("0/1: p == 7  # f()  # nn/x.py:9 in f", ("p == 7", "torch/nn/x.py:9 in f: f()", "fix")),
-        ("0/1: len(seen) == 7", ("len(seen) == 7", None, breaks._APPENDED)),
+        ("0/1: len(seen) == 7", ("len(seen) == 7", None, "fix")),
         ("0/1: n == 7   # (_dynamo/output_graph.py:3552 in remove)", ("n == 7", None, "fix")),
         ("0/0: ___check_type_id(s, 140717788058112), x", ("___check_type_id(s), x", None, "fix")),  # an id of this process
-        (f"0/1: w requires_grad mismatch. expected requires_grad=0{HINT}. ", ("w requires_grad mismatch. expected requires_grad=0", None, breaks._FROZEN)),
+        (f"0/1: w requires_grad mismatch. expected requires_grad=0{HINT}. ", ("w requires_grad mismatch. expected requires_grad=0", None, "fix")),
         (f"0/1: w size mismatch. expected 4, actual 5{HINT}", (f"w size mismatch. expected 4, actual 5{HINT}", None, "fix")),
         ("0/1: x requires_grad mismatch. expected requires_grad=0", ("x requires_grad mismatch. expected requires_grad=0", None, "fix")),
     ],
@@ -468,21 +470,20 @@ def test_a_compiled_optimizer_is_told_of_with_the_line_that_calls_it():
     assert report.left_to_eager[0].rest.endswith(f"in step, called at {at(step)} in step")
     assert report.left_to_eager[0].fix == breaks._OPTIMIZER
     guard, file = "self.param_groups[0]['betas'][0] == 0.9", f"{lines.TORCH}optim/adam.py"
-    assert breaks._cause(guard, file, "")[2] == breaks._HYPERPARAMETER
+    fixes = [
+        breaks._cause(guard, file, OTHER_FIXES[code])[2]
+        for code in ("recompiled", "recompile_limit")
+    ]
+    assert fixes == [breaks._ONCE, breaks._HYPERPARAMETER]
 
 
 def test_functions_under_torchs_decorators_are_named():
-    @torch.compile(backend="cgpass")
-    @torch.no_grad()
     def halved(x):
         return chain(x * 0.5)  # the line to name
 
-    @torch.compile(backend="cgpass")
-    @torch.no_grad()
-    def doubled(x):
-        return chain(x * 2)
-
-    (found,) = watched(lambda x: (halved(x), doubled(x)), X, X).recompilations
+    wrapped = [torch.no_grad()(each) for each in (halved, lambda x: chain(x * 2))]
+    calls = [torch.compile(each, backend="cgpass") for each in wrapped]
+    (found,) = watched(lambda x: [call(x) for call in calls], X, X).recompilations
     assert f"{at(halved)} in halved" in found.line
 
 
@@ -492,6 +493,7 @@ def test_a_list_that_grows_is_told_beside_the_break_at_its_line():
     report = watched(torch.compile(model, backend="cgpass"), X, X, X)
     assert {each.line for each in report.left_to_eager} == {report.recompilations[0].line}
     assert "len(seen) == 1" in report.recompilations[-1].detail
+    assert report.recompilations[-1].fix == breaks._APPENDED
 
 
 def test_what_a_layer_of_torchs_reads_is_told_at_the_users_line():

@@ -26,6 +26,7 @@ _BY_ITSELF: Final = "leave it: torch compiles the function called there by itsel
 _OPTIONS: Final = "compile it once, for one backend and with one set of options, or call torch.compiler.reset() before you change them"
 _OPTIMIZER: Final = "each optimizer is compiled once more; make an lr that changes a tensor: lr=torch.tensor(1e-3) (without foreach=True), then lr.fill_(...)"
 _HYPERPARAMETER: Final = "keep it fixed (OneCycleLR, CyclicLR: cycle_momentum=False), or call step() outside of what is compiled"
+_ONCE: Final = "leave it, unless it goes on: each optimizer, and each set of its parameters, is compiled once more"
 _APPENDED: Final = "keep its length: return values, or append them outside of what is compiled"
 _FROZEN: Final = "call torch.compiler.reset() after you freeze or unfreeze layers for good"
 """Remedies where options, an optimizer, a list's length or frozen layers had a function compiled once more."""
@@ -66,6 +67,7 @@ _NO_HELP: Final = re.compile("an issue|caused by an earlier graph break|graph br
 _LOOP: Final = "or loop over an nn.ModuleList in a forward of your own: torch does not compile its own containers by themselves"
 _OPERATOR: Final = re.compile(r"(?<=Operator )`(aten\.(\w+)\.\w+)`")
 _RANDOM: Final = re.compile(r"^(?!.*\.(?:item|tolist)\().*(?<!torch\.)\brandom\.\w+\(")
+_INDEXED: Final = re.compile(r"^(?!.*\.(?:item|tolist)\().*\w\[\w+\]")
 _SENTENCE: Final = re.compile(r"\. (?=[A-Z])")  # "e.g. " ends none
 _LENGTH: Final = 160
 """Of the words of torch's own that are shown."""
@@ -111,6 +113,8 @@ def reason_of(text: str, line: str | None) -> Reason:
     if _RANDOM.search(line or "") and re.search("dense|branching|jump|numpy function", text):
         detail = "a random number of Python or NumPy is used"
         fix = "draw it before, and pass it as a tensor; or use torch.rand"
+    if fix == _HOST_READ and _INDEXED.search(line or ""):
+        fix += "; write x[i.view(1)] for x[i] with a 0-dim tensor i"
     operator = _OPERATOR.search(text)
     if operator is not None and operator[2] in op_tables.OPERATOR_FIXES:
         detail = f"{operator[1]} reads data, or makes a size that depends on it"
@@ -153,7 +157,9 @@ def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
             fix = _OUTSIDE
     elif len(users) > 1:
         detail += f", reached from {at(users[0].filename, users[0].lineno, users[0].name)}"
-    return replace(reason, detail=detail, fix=fix if rest is None else f"{fix}; {_LOOP}", rest=rest)
+    return replace(
+        reason, detail=detail, fix=fix + f"; {_LOOP}" * ("container.py" in (rest or "")), rest=rest
+    )
 
 
 def _left_by_torch(stack: Sequence[Any]) -> str | None:
@@ -313,16 +319,18 @@ def _cause(text: str, own: str, fix: str) -> tuple[str, str | None, str]:
     Torch's hint at a setting for parameters helps where a size changed, that for integers never: each needs a recording.
     Source: torch/_dynamo/guards.py `get_guard_fail_reason_helper`, 2.11 to 2.15.
     """
+    is_limit = fix == OTHER_FIXES["recompile_limit"]
     guard, code, file, line, name = _GUARD.findall(text.partition("\n")[0])[0]
     guard = re.sub(r", \d{9,}(?=\))", "", guard)  # an id, another one in each process
     if "size mismatch" not in guard:
         guard, _, of_parameter = guard.partition(". Guard failed on a parameter")
-        fix = _FROZEN if of_parameter and "requires_grad" in guard else fix
-    if guard.startswith("len("):
+        fix = _FROZEN if of_parameter and "requires_grad" in guard and is_limit else fix
+    if guard.startswith("len(") and is_users(own):
         fix = _APPENDED
     if library_file(own).startswith("torch/optim/"):
-        is_rate = "param_groups" not in guard or "['lr']" in guard
-        fix = _OPTIMIZER if is_rate else _HYPERPARAMETER
+        fix = _HYPERPARAMETER if is_limit else _ONCE
+        if "['lr']" in guard or (is_limit and "param_groups" not in guard):
+            fix = _OPTIMIZER
     if guard.startswith("BACKEND_MATCH"):
         guard, fix = "backend or options were others", _OPTIONS
     where = lines.innermost(text)
