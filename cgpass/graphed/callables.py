@@ -91,7 +91,11 @@ class GraphedFunction:
         self._target = target
         self._owner = owner
         """Makes the recordings; None to run without a graph always."""
-        self._no_graph = "modules and samples are on a device without graphs"
+        off, none = (
+            'driver="none" turns graphs off',
+            "modules and samples are on a device without graphs",
+        )
+        self._no_graph = off if options.driver == "none" else none
         self._told: set[str] = set()
         self._pairs: dict[Key, list[Pair]] = {}
         self._num_left = options.max_rerecords

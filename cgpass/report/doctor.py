@@ -84,7 +84,7 @@ def _native() -> Iterator[Finding]:
 
 def _environment() -> Iterator[Finding]:
     for name, fix in _ENVIRONMENT.items():
-        if (value := os.environ.get(name, "")) not in ("", "0"):
+        if (value := os.environ.get(name, "")) == "1":
             yield f"{name}={value}", "is set", fix
     try:
         driver = current_defaults().driver

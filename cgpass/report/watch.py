@@ -84,7 +84,8 @@ def _report(
     called = telemetry.grown(after.calls, before.calls).items()
     graphs = [_graph(graph, calls, before, clock) for graph, calls in called if calls]
     met = graph_breaks(breaks, graphs)
-    called_at = callers(graph.summary for graph in telemetry.graphs())
+    since = telemetry.registry.since.counters.get("graphs", 0)
+    called_at = callers(graph.summary for graph in telemetry.graphs(since))
     left = left_to_eager(notes, called_at)
     told = {(each.line, each.detail) for each in left}
     left += [r for r in met if r.rest is not None and (r.line, r.detail) not in told]

@@ -29,7 +29,7 @@ class CallStats:
     recordings: int = 0
     """Recordings made, re-recordings included."""
     rerecordings: int = 0
-    """Recordings made because a known input's address moved; of graphed callables all further ones."""
+    """Recordings made because an input's address moved; of graphed callables, calls that recorded again."""
     replays: int = 0
     """Replays, each recording's first one included."""
     plain_calls: int = 0
