@@ -87,7 +87,7 @@ def headline(report: Facts) -> str:
             inside = "there was nothing to record: what was compiled launches no work"
     elif report.graph_breaks or report.left_to_eager:
         inside = "nothing ran in graphs"
-        if report.counters.get("replays"):
+        if report.others and report.counters.get("replays"):
             inside += ", but for training steps or callables graphed by hand (see below)"
     elif report.others:
         inside = "only training steps or callables graphed by hand ran (see below)"
