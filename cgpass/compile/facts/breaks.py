@@ -234,7 +234,7 @@ def callers(graphs: Iterable[GraphSummary]) -> Callers:
     return found
 
 
-def left_to_eager(before: Sequence[Any], callers: Callers) -> list[Reason]:
+def left_to_eager(before: Sequence[Any], called_at: Callers) -> list[Reason]:
     """Functions whose last compilation was given up; of those noted `before` only what was compiled for our backend."""
     old, living = set(map(id, before)), _last(torch_private.compilations(since_reset=True))
     ours = {each.function for each in torch_private.graph_breaks() if not each.over}
@@ -244,11 +244,11 @@ def left_to_eager(before: Sequence[Any], callers: Callers) -> list[Reason]:
         is_ours = torch_private.is_ours(each) or function in ours
         counts = not is_old or (is_ours and living.get(function) is each)
         if counts and torch_private.was_given_up(each):
-            found.append(replace(_described(function, each, callers), is_earlier=is_old))
+            found.append(replace(_described(function, each, called_at), is_earlier=is_old))
     return found
 
 
-def recompiled(before: Sequence[Any], callers: Callers) -> list[Reason]:
+def recompiled(before: Sequence[Any], called_at: Callers) -> list[Reason]:
     """List the recompilations of functions that cgpass compiles: each cause at each line, and how often."""
     old, found = set(map(id, before)), dict[tuple[str, str], Reason]()
     for each in torch_private.compilations():
@@ -256,7 +256,7 @@ def recompiled(before: Sequence[Any], callers: Callers) -> list[Reason]:
         if text and is_new and each.co_name is not None and not torch_private.was_given_up(each):
             cause, line, fix = _cause(text, each.co_filename, OTHER_FIXES["recompiled"])
             if line is None or line.startswith("torch/"):
-                line = _where((each.co_filename, each.co_firstlineno, each.co_name), callers)
+                line = _where((each.co_filename, each.co_firstlineno, each.co_name), called_at)
             key = line, without_numbers(cause)
             count = found[key].count + 1 if key in found else 1
             detail = f"compiled once more: {cause}"
@@ -269,9 +269,9 @@ def without_numbers(cause: str) -> str:
     return re.sub(r"-?\d[-.e\d]*", "", cause)
 
 
-def _where(function: torch_private.Function, callers: Callers) -> str:
+def _where(function: torch_private.Function, called_at: Callers) -> str:
     file, line, name = function
-    called = ", ".join(callers.get(function, ())[:3])
+    called = ", ".join(called_at.get(function, ())[:3])
     if file.endswith(_WRAPPER):
         called = called and f": {called}"
         return f"modules of torch's own classes and functions under its decorators (they count as one{called})"
@@ -294,8 +294,8 @@ def _last(notes: Iterable[Any]) -> dict[torch_private.Function, Any]:
     return last
 
 
-def _described(function: torch_private.Function, compilation: Any, callers: Callers) -> Reason:
-    rest = _where(function, callers)
+def _described(function: torch_private.Function, compilation: Any, called_at: Callers) -> Reason:
+    rest = _where(function, called_at)
     limit = _LIMIT.search(compilation.fail_reason or "")
     if limit is None:
         file, number = compilation.fail_user_frame_filename, compilation.fail_user_frame_lineno
