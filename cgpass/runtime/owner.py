@@ -11,8 +11,15 @@ Note [Calls from several threads]
     kernel that reads it. So as soon as a second thread calls, what users get is copied from then on, gradients too, and
     nobody holds memory that moves; recordings made so far go, whatever waits for a backward, and leave what is held to
     its holders. Backwards do not count as calls: autograd makes them on threads of its own, and the caller waits.
+
+Note [Models that were dropped]
+    Dynamo keeps what it compiled for a model that is gone, since it serves others of its class, too. So recordings go when
+    all parameters that they read in place are gone, and the model is as well: where those of a living one are replaced,
+    the next may come to lie at the same addresses, and replay. If the function is being called just then, or something
+    captured, they go before the next first recording of another.
 """
 
+import functools
 import logging
 import sys
 import threading
@@ -67,8 +74,17 @@ class PoolState:
 class Owner:
     """Driver (with its pools and stream), order of recordings, live outputs of a compiled function."""
 
-    def __init__(self, driver: GraphDriver, options: Options | None = None) -> None:
+    def __init__(
+        self,
+        driver: GraphDriver,
+        options: Options | None = None,
+        holders: "Sequence[weakref.ref[Any]]" = (),
+    ) -> None:
+        """`holders` have the parameters. See Note [Models that were dropped]."""
         options = options or Options()
+        self._holders = holders
+        self._read: set[weakref.ref[torch.UntypedStorage]] = set()
+        """Storages of parameters that recordings read or have read in place, as long as they live."""
         self.driver = driver
         self.max_pending_calls = options.max_pending_calls
         self._progress = options.progress
@@ -204,6 +220,9 @@ class Owner:
 
     def begin_recording(self, pool_index: int) -> dict[int, tuple[int, ...]]:
         """Give memory that nobody holds back to the pool; returns `Recording.released` of the new recording."""
+        if not self._captures:
+            for owner in list(_owners):
+                owner.release_if_dropped()
         recordings = self._pools[pool_index].recordings
         for recording in recordings:
             recording.memory.release_unheld()
@@ -301,6 +320,23 @@ class Owner:
 
     # ---- end
 
+    def note_read(self, storages: "Iterable[torch.UntypedStorage]") -> None:
+        """Note storages that a recording reads in place. See Note [Models that were dropped]."""
+        gone = functools.partial(_note_gone, weakref.ref(self))
+        self._read.update(weakref.ref(storage, gone) for storage in storages)
+
+    def release_if_dropped(self) -> None:
+        """See Note [Models that were dropped]."""
+        if not self._holders or self._read or any(has() is not None for has in self._holders):
+            return
+        if self.driver.is_capturing() or self.lock._is_owned():
+            return
+        if self.lock.acquire(blocking=False):
+            try:
+                self.release()
+            finally:
+                self.lock.release()
+
     def add(self, close: Callable[[], None], forget: Callable[[], None]) -> None:
         """Have what makes recordings close with this owner; `forget` drops recordings, but not what is known of calls."""
         self._members.append((close, forget))
@@ -335,6 +371,14 @@ class _Changing(Change):
 
     def undo(self) -> None:
         self._owner.start_anew()
+
+
+def _note_gone(owner: "weakref.ref[Owner]", storage: "weakref.ref[torch.UntypedStorage]") -> None:
+    known = owner()
+    if known is not None and not sys.is_finalizing():
+        known._read.discard(storage)
+        with torch_private.without_modes():  # in the middle of a trace, it may be
+            known.release_if_dropped()
 
 
 _owners: "weakref.WeakSet[Owner]" = weakref.WeakSet()

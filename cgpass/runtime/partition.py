@@ -409,7 +409,7 @@ class PartitionRunner:
             if self.stats.recordings:
                 cause = (
                     "anew",
-                    "recordings were freed: by cgpass.reset(), explain or a failed capture",
+                    "recordings were freed: by cgpass.reset(), explain, a failed capture, or with a model that was dropped",
                 )
         elif last is None:
             code, new = "new_shape", layout.changed(any_shape[0], shape)
@@ -556,6 +556,7 @@ class PartitionRunner:
         traced_as = f"{partition.replace(' ', '_')}_recording_{number}"
         torch_private.trace(traced_as, lambda: told | vars(note), self.source.trace_id)
         recording.made_for, recording.draws = seen.made_for, seen.draws
+        self.owner.note_read(s for each in seen.storages.values() if (s := each.get()) is not None)
         read = [args[i] for i in self.layout.pooled if i not in found.copied]
         recording.makers = [weakref.ref(maker) for maker in self.owner.makers(read)]
         if self.is_backward and not self._first_pool:

@@ -4,8 +4,9 @@ import re
 import sys
 import threading
 import types
+import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -119,15 +120,42 @@ def is_disabled(fn: Any) -> bool:
 
 def input_names(gm: torch.fx.GraphModule) -> dict[int | str, str]:
     """Return the user's name of each input of Dynamo's graph, by its key: `layers.0.weight`, `batch['ids']`, else the placeholder's name."""
-    nodes = dict(enumerate(gm.graph.find_nodes(op="placeholder")))
-    sources = {n: getattr(each.meta.get("grapharg"), "source", None) for n, each in nodes.items()}
-    texts = {key: getattr(each, "name", "") for key, each in (sources | _attributes(gm)).items()}
+    nodes = enumerate(gm.graph.find_nodes(op="placeholder"))
+    texts = {key: getattr(each, "name", "") for key, each in _sources(gm).items()}
     names = {key: named_by_user(text) for key, text in texts.items() if text}
     counts = Counter(names.values())
     rooted = {
         key: named_by_user(texts[key], rooted=True) for key in names if counts[names[key]] > 1
     }
-    return {n: node.name for n, node in nodes.items()} | names | rooted
+    return {n: node.name for n, node in nodes} | names | rooted
+
+
+def _sources(gm: torch.fx.GraphModule) -> dict[int | str, Any]:
+    nodes = enumerate(gm.graph.find_nodes(op="placeholder"))
+    return {
+        n: getattr(each.meta.get("grapharg"), "source", None) for n, each in nodes
+    } | _attributes(gm)
+
+
+def holders(gm: torch.fx.GraphModule, keys: Iterable[int | str]) -> list[weakref.ref[Any]]:
+    """Return what has these inputs of the graph that Dynamo traces now: modules that the function is called with, or knows by name.
+
+    Empty if some are had by what has no weak references, as lists.
+
+    Source: torch/_dynamo/source.py `LocalSource`, `GlobalSource`; torch/_guards.py `ChainedSource`, 2.11 to 2.15.
+    """
+    translator, found = _translator(), dict[int, weakref.ref[Any]]()
+    for key in keys:
+        source = _sources(gm).get(key)
+        while hasattr(source, "base"):
+            source = source.base
+        has = getattr(translator, "f_locals" if hasattr(source, "local_name") else "f_globals", {})
+        name = getattr(source, "local_name", None) or getattr(source, "global_name", None)
+        try:
+            found[id(has.get(name))] = weakref.ref(has.get(name))
+        except TypeError:
+            return []
+    return [*found.values()]
 
 
 def _attributes(gm: torch.fx.GraphModule) -> dict[Any, Any]:

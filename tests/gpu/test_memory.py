@@ -131,14 +131,15 @@ def test_memory_comes_back(end):
     elif end == "compiler reset":
         torch.compiler.reset()
     else:
-        torch._dynamo.reset_code_caches()
-        del loop.call
-    loop.optimizer.zero_grad()
+        del loop.call, loop.module, loop.optimizer
+    state = 0
+    if end != "deletion":
+        loop.optimizer.zero_grad()
+        state = sum(t.nbytes for p in loop.module.parameters() for t in (p, p, p))
     kept = kept.detach()
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    state = sum(t.nbytes for p in loop.module.parameters() for t in (p, p, p))
     left = torch.cuda.memory_allocated() - state
     assert torch.equal(kept, value), "what is held outlives its recording"
     assert left < 4 * loop.batches[0].nbytes + (1 << 25), left

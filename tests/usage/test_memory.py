@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
 from cgpass.runtime import owner as owners
 from tests.usage.programs import MLP, assert_steady, counted, runners, trained_on
@@ -109,19 +110,109 @@ def test_nothing_grows_with_thousands_of_sizes(way, training, sizes, caplog):
     )
 
 
-def test_a_reset_frees_a_dropped_function(setting):
-    before = set(owners._owners)
+def recorded():
+    gc.collect()
+    return sum(len(owner._recordings()) for owner in owners._owners)
 
+
+def test_a_reset_frees_a_function_without_parameters(setting):
     def program(session):
-        _, call = session.compiled(MLP)
+        call = session.compile(lambda x: x.sin().exp())
         for x in session.batches(4, 8, count=4):
-            call(x).sum().backward()
-        assert set(owners._owners) > before
+            call(x)
         return []
 
-    gc.collect()
-    before = set(owners._owners)
+    before = recorded()
     setting.run(program)
+    assert recorded() > before, "another function of the same code may be called"
     torch.compiler.reset()
-    gc.collect()
-    assert set(owners._owners) <= before
+    assert recorded() == before
+
+
+class Trainer:
+    def __init__(self, session):
+        self.module = session.module(MLP)
+
+    def step(self, x):
+        return self.module(x).sum()
+
+
+def in_a_closure(session):
+    module = session.module(MLP)
+    return session.compile(lambda x: module(x).sum())
+
+
+def in_place(session):
+    module = session.module(MLP)
+    module.compile(backend=session.backend, options=session.options)
+    return module
+
+
+WAYS = {
+    "module": lambda session: session.compiled(MLP)[1],
+    "module in place": in_place,
+    "closure": in_a_closure,
+    "method": lambda session: session.compile(Trainer(session).step),
+    "hook": lambda session: session.compile(with_a_hook(session.module(MLP))),
+}
+
+
+def with_a_hook(module):
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+def train(call, session):
+    for x in session.batches(4, 8, count=4):
+        call(x).sum().backward()
+    return call(session.randn(4, 8))
+
+
+@pytest.mark.parametrize("make", WAYS.values(), ids=WAYS)
+def test_a_model_that_is_dropped_frees_its_graphs(setting, make):
+    def program(session):
+        before, call = recorded(), make(session)
+        kept = train(call, session)
+        value = kept.detach().clone()
+        assert recorded() == before + 2
+        del call
+        kept = kept.detach()  # autograd has the parameters
+        assert recorded() == before
+        again = make(session)  # of the same code
+        train(again, session)
+        assert recorded() == before + 2
+        del again
+        assert recorded() == before
+        assert torch.equal(kept, value), "what is held outlives its recording"
+        return []
+
+    setting.run(program)
+
+
+def test_a_model_that_is_dropped_in_a_call_is_freed_before_another_records(setting):
+    def program(session):
+        before, call = recorded(), session.compile(session.module(lambda: MLP(8, 8)))
+        train(call, session)
+        (owner,) = [each for each in owners._owners if each._recordings()]
+        with owner.lock:
+            del call
+            assert recorded() == before + 2
+        train(session.compiled(lambda: nn.Linear(8, 8))[1], session)
+        assert not owner._recordings()
+        return []
+
+    setting.run(program)
+
+
+def test_a_living_model_keeps_its_graphs_when_its_parameters_are_replaced(setting):
+    """Else those that take turns between a few addresses would never replay."""
+
+    def program(session):
+        module, call = session.compiled(lambda: nn.Linear(8, 8, bias=False))
+        train(call, session)
+        before = recorded()
+        module.weight.data = module.weight.data.clone()
+        assert recorded() == before
+        return []
+
+    setting.run(program)
