@@ -468,13 +468,13 @@ def test_a_compiled_optimizer_is_told_of_with_the_line_that_calls_it():
     call = torch.compile(step, backend="cgpass")
     report = watched(lambda lr: optimizer.param_groups[0].update(lr=lr) or call(), 0.1, 0.2)
     assert report.left_to_eager[0].rest.endswith(f"in step, called at {at(step)} in step")
-    assert report.left_to_eager[0].fix == breaks._OPTIMIZER
+    assert "make an lr that changes a tensor" in report.left_to_eager[0].fix
     guard, file = "self.param_groups[0]['betas'][0] == 0.9", f"{lines.TORCH}optim/adam.py"
     fixes = [
         breaks._cause(guard, file, OTHER_FIXES[code])[2]
         for code in ("recompiled", "recompile_limit")
     ]
-    assert fixes == [breaks._ONCE, breaks._HYPERPARAMETER]
+    assert [each.partition(",")[0] for each in fixes] == ["leave it", "keep it fixed (OneCycleLR"]
 
 
 def test_functions_under_torchs_decorators_are_named():
@@ -493,7 +493,7 @@ def test_a_list_that_grows_is_told_beside_the_break_at_its_line():
     report = watched(torch.compile(model, backend="cgpass"), X, X, X)
     assert {each.line for each in report.left_to_eager} == {report.recompilations[0].line}
     assert "len(seen) == 1" in report.recompilations[-1].detail
-    assert report.recompilations[-1].fix == breaks._APPENDED
+    assert report.recompilations[-1].fix.startswith("keep its length")
 
 
 def test_what_a_layer_of_torchs_reads_is_told_at_the_users_line():
@@ -539,7 +539,8 @@ def test_layers_that_are_unfrozen_one_by_one_stay_in_graphs_by_the_remedy():
                 torch.compiler.reset() if resets else None
                 call(X)
         limited = not resets and report.counters["graphs"] > 1  # torch 2.11 has no guard on it
-        assert [each.fix for each in report.left_to_eager] == [breaks._FROZEN] * limited
+        fixes = [each.fix[:27] for each in report.left_to_eager]
+        assert fixes == ["call torch.compiler.reset()"] * limited
 
 
 def test_more_compilations_are_noted_than_torch_keeps():

@@ -23,13 +23,6 @@ _OUTSIDE: Final = "call it outside of what is compiled"
 _BEHIND: Final = f"{_OUTSIDE}, or behind `if not torch.compiler.is_compiling():`"
 _BRANCH: Final = "use torch.where; to check: assert torch.isfinite(x).all(), 'text'"
 _BY_ITSELF: Final = "leave it: torch compiles the function called there by itself"
-_OPTIONS: Final = "compile it once, for one backend and with one set of options, or call torch.compiler.reset() before you change them"
-_OPTIMIZER: Final = "each optimizer is compiled once more; make an lr that changes a tensor: lr=torch.tensor(1e-3) (without foreach=True), then lr.fill_(...)"
-_HYPERPARAMETER: Final = "keep it fixed (OneCycleLR, CyclicLR: cycle_momentum=False), or call step() outside of what is compiled"
-_ONCE: Final = "leave it, unless it goes on: each optimizer, and each set of its parameters, is compiled once more"
-_APPENDED: Final = "keep its length: return values, or append them outside of what is compiled"
-_FROZEN: Final = "call torch.compiler.reset() after you freeze or unfreeze layers for good"
-"""Remedies where options, an optimizer, a list's length or frozen layers had a function compiled once more."""
 _KNOWN: Final = (
     (r"Tensor\.backward\(\) call", "the backward is called", "leave it: it has its own graphs"),
     (r"`Optimizer\.zero_grad`", "gradients are cleared", "leave it: it launches little"),
@@ -63,6 +56,16 @@ _KNOWN: Final = (
 
 Source: torch/_dynamo/graph_break_registry.json, `GraphCompileReason`, 2.11 to 2.15.
 """
+_GUARDS: Final = {
+    "BACKEND_MATCH": "compile it once, for one backend and with one set of options, or call torch.compiler.reset() before you change them",
+    r"^torch/optim/(.*\['lr'\]|\S* limit (?!.*param_groups))": "each optimizer is compiled once more; make an lr "
+    "that changes a tensor: lr=torch.tensor(1e-3) (without foreach=True), then lr.fill_(...)",
+    "^torch/optim/.* limit ": "keep it fixed (OneCycleLR, CyclicLR: cycle_momentum=False), or call step() outside of what is compiled",
+    "^torch/optim/": "leave it, unless it goes on: each optimizer, and each set of its parameters, is compiled once more",
+    r"^user's \w+ len\(": "keep its length: return values, or append them outside of what is compiled",
+    " limit .*requires_grad.*Guard failed on a parameter": "call torch.compiler.reset() after you freeze or unfreeze layers for good",
+}
+"""What a function was compiled once more for, and what to do: whose it is, whether that reached a limit, and the guard."""
 _NO_HELP: Final = re.compile("an issue|caused by an earlier graph break|graph break is fundamental")
 """Hints that are none to users."""
 _LOOP: Final = "or loop over an nn.ModuleList in a forward of your own: torch does not compile its own containers by themselves"
@@ -322,18 +325,14 @@ def _cause(text: str, own: str, fix: str) -> tuple[str, str | None, str]:
     """
     is_limit = fix == OTHER_FIXES["recompile_limit"]
     guard, code, file, line, name = _GUARD.findall(text.partition("\n")[0])[0]
+    whose = "user's" if is_users(own) else library_file(own)
+    what = f"{whose} {'limit' if is_limit else 'once'} {guard}"
+    fix = next((remedy for pattern, remedy in _GUARDS.items() if re.search(pattern, what)), fix)
     guard = re.sub(r", \d{9,}(?=\))", "", guard)  # an id, another one in each process
-    if "size mismatch" not in guard:
-        guard, _, of_parameter = guard.partition(". Guard failed on a parameter")
-        fix = _FROZEN if of_parameter and "requires_grad" in guard and is_limit else fix
-    if guard.startswith("len(") and is_users(own):
-        fix = _APPENDED
-    if library_file(own).startswith("torch/optim/"):
-        fix = _HYPERPARAMETER if is_limit else _ONCE
-        if "['lr']" in guard or (is_limit and "param_groups" not in guard):
-            fix = _OPTIMIZER
     if guard.startswith("BACKEND_MATCH"):
-        guard, fix = "backend or options were others", _OPTIONS
+        guard = "backend or options were others"
+    elif "size mismatch" not in guard:
+        guard = guard.partition(". Guard failed on a parameter")[0]
     where = lines.innermost(text)
     if where is None and line and own.endswith(file):  # torch names its end alone
         where = at(own, line, name, code)
