@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _PENDING: Final = "earlier calls wait for their backward"
 _REORDERED: Final = "backwards came in another order than recorded"
+_FREED: Final = "recordings were freed, by reset(), a failure, or calls of a second thread"
 _CHANGES: Final = (
     "parameters or buffers moved; write into them in place (copy_)",
     "other parameters require gradients",
@@ -317,6 +318,8 @@ class GraphedFunction:
                 why = _CHANGES[nearest.index(True)]
             self.stats.why[f"recorded: {why}"] += 1
             log.info("%s records again (%d): %s", self.name, self.stats.rerecordings, why)
+        elif self.stats.recordings:
+            self.stats.why[f"recorded: {_FREED}"] += 1
         pair = Pair(self, owner, key[-1])
         owner.driver.prepare_thread()
         hooked = self.statics.left_in_place() if self.hooks else contextlib.nullcontext()

@@ -258,6 +258,9 @@ def test_what_was_graphed_by_hand_says_why_it_was_recorded_again(simulated):
     graphed(torch.randn(2, 4))
     module.requires_grad_(False)
     graphed(torch.randn(2, 4))
+    cgpass.reset()
+    graphed(torch.randn(2, 4))
     told = cgpass.summary()
+    assert "1 recorded: recordings were freed, by reset()" in told
     assert "1 recorded: parameters or buffers moved; write into them in place" in told
     assert "1 recorded: other parameters require gradients" in told
