@@ -184,7 +184,7 @@ class Compilation:
         self._owner: Owner | None = None
         self._names = torch_private.input_names(gm)
         self._static = torch_private.static_inputs(gm)
-        self._holders = torch_private.holders(gm, self._static)
+        self._modules_read = torch_private.ModulesRead(gm, self._static)
         self._saved: dict[str, InputKind] = {}
         self._parameters: frozenset[int] = frozenset()
         """Inputs of the forward that are parameters or buffers, and outputs of the backward that are their gradients."""
@@ -367,5 +367,5 @@ class Compilation:
         """The owner of this function's recordings."""
         if self._owner is None:
             driver = SimulatedDriver(device) if device.type == "cpu" else CUDADriver(device)
-            self._owner = Owner(driver, self.options, self._holders)
+            self._owner = Owner(driver, self.options, self._modules_read)
         return self._owner

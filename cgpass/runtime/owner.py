@@ -13,10 +13,9 @@ Note [Calls from several threads]
     its holders. Backwards do not count as calls: autograd makes them on threads of its own, and the caller waits.
 
 Note [Models that were dropped]
-    Dynamo keeps what it compiled for a model that is gone, since it serves others of its class, too. So recordings go when
-    all parameters that they read in place are gone, and the model is as well: where those of a living one are replaced,
-    the next may come to lie at the same addresses, and replay. If the function is being called just then, or something
-    captured, they go before the next first recording of another.
+    Dynamo keeps what it compiled for a model that is gone, since it serves others of its class, too. So an owner knows
+    weakly which modules had the parameters in calls that were recorded. When all of them are gone, its recordings go: at
+    once, or, if it is being called just then or something captured, before anything is recorded next.
 """
 
 import functools
@@ -78,13 +77,13 @@ class Owner:
         self,
         driver: GraphDriver,
         options: Options | None = None,
-        holders: "Sequence[weakref.ref[Any]]" = (),
+        modules_read: torch_private.ModulesRead | None = None,
     ) -> None:
-        """`holders` have the parameters. See Note [Models that were dropped]."""
+        """`modules_read` finds the modules of a call. See Note [Models that were dropped]."""
         options = options or Options()
-        self._holders = holders
-        self._read: set[weakref.ref[torch.UntypedStorage]] = set()
-        """Storages of parameters that recordings read or have read in place, as long as they live."""
+        self._modules_read = modules_read
+        self._modules: set[weakref.ref[torch.nn.Module]] = set()
+        """Those of calls that were recorded."""
         self.driver = driver
         self.max_pending_calls = options.max_pending_calls
         self._progress = options.progress
@@ -220,9 +219,8 @@ class Owner:
 
     def begin_recording(self, pool_index: int) -> dict[int, tuple[int, ...]]:
         """Give memory that nobody holds back to the pool; returns `Recording.released` of the new recording."""
-        if not self._captures:
-            for owner in list(_owners):
-                owner.release_if_dropped()
+        for owner in list(_owners):
+            owner.release_if_dropped()
         recordings = self._pools[pool_index].recordings
         for recording in recordings:
             recording.memory.release_unheld()
@@ -320,20 +318,24 @@ class Owner:
 
     # ---- end
 
-    def note_read(self, storages: "Iterable[torch.UntypedStorage]") -> None:
-        """Note storages that a recording reads in place. See Note [Models that were dropped]."""
-        gone = functools.partial(_note_gone, weakref.ref(self))
-        self._read.update(weakref.ref(storage, gone) for storage in storages)
+    def note_modules(self) -> None:
+        """Note the modules of a call that is recorded. See Note [Models that were dropped]."""
+        if self._modules_read is not None:
+            gone = functools.partial(_note_gone, weakref.ref(self))
+            self._modules = {module for module in self._modules if module() is not None}
+            self._modules.update(weakref.ref(each, gone) for each in self._modules_read.now())
 
     def release_if_dropped(self) -> None:
         """See Note [Models that were dropped]."""
-        if not self._holders or self._read or any(has() is not None for has in self._holders):
+        if not self._modules or any(module() is not None for module in self._modules):
             return
         if self.driver.is_capturing() or self.lock._is_owned():
             return
         if self.lock.acquire(blocking=False):
             try:
-                self.release()
+                with torch_private.without_modes():  # in the middle of a trace, it may be
+                    self.release()
+                self._modules.clear()
             finally:
                 self.lock.release()
 
@@ -373,12 +375,10 @@ class _Changing(Change):
         self._owner.start_anew()
 
 
-def _note_gone(owner: "weakref.ref[Owner]", storage: "weakref.ref[torch.UntypedStorage]") -> None:
+def _note_gone(owner: "weakref.ref[Owner]", _: "weakref.ref[torch.nn.Module]") -> None:
     known = owner()
     if known is not None and not sys.is_finalizing():
-        known._read.discard(storage)
-        with torch_private.without_modes():  # in the middle of a trace, it may be
-            known.release_if_dropped()
+        known.release_if_dropped()
 
 
 _owners: "weakref.WeakSet[Owner]" = weakref.WeakSet()

@@ -556,7 +556,7 @@ class PartitionRunner:
         traced_as = f"{partition.replace(' ', '_')}_recording_{number}"
         torch_private.trace(traced_as, lambda: told | vars(note), self.source.trace_id)
         recording.made_for, recording.draws = seen.made_for, seen.draws
-        self.owner.note_read(s for each in seen.storages.values() if (s := each.get()) is not None)
+        self.owner.note_modules()
         read = [args[i] for i in self.layout.pooled if i not in found.copied]
         recording.makers = [weakref.ref(maker) for maker in self.owner.makers(read)]
         if self.is_backward and not self._first_pool:

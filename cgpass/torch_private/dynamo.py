@@ -4,7 +4,6 @@ import re
 import sys
 import threading
 import types
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
@@ -137,25 +136,44 @@ def _sources(gm: torch.fx.GraphModule) -> dict[int | str, Any]:
     } | _attributes(gm)
 
 
-def holders(gm: torch.fx.GraphModule, keys: Iterable[int | str]) -> list[weakref.ref[Any]]:
-    """Return what has these inputs of the graph that Dynamo traces now: modules that the function is called with, or knows by name.
+class ModulesRead:
+    """The modules that have a compiled function's parameters and buffers; made while Dynamo compiles it, `keys` are their inputs'.
 
-    Empty if some are had by what has no weak references, as lists.
-
-    Source: torch/_dynamo/source.py `LocalSource`, `GlobalSource`; torch/_guards.py `ChainedSource`, 2.11 to 2.15.
+    Source: torch/_guards.py `Source.name`, an expression of the function's locals `L` and globals `G`, 2.11 to 2.15.
     """
-    translator, found = _translator(), dict[int, weakref.ref[Any]]()
-    for key in keys:
-        source = _sources(gm).get(key)
-        while hasattr(source, "base"):
-            source = source.base
-        has = getattr(translator, "f_locals" if hasattr(source, "local_name") else "f_globals", {})
-        name = getattr(source, "local_name", None) or getattr(source, "global_name", None)
-        try:
-            found[id(has.get(name))] = weakref.ref(has.get(name))
-        except TypeError:
+
+    def __init__(self, gm: torch.fx.GraphModule, keys: Iterable[int | str]) -> None:
+        translator, sources = _translator(), _sources(gm)
+        self._code = None if translator is None else _identity(translator.f_code)
+        self._names: set[str] = set()
+        for source in map(sources.get, keys):
+            while (source := getattr(source, "base", None)) is not None:
+                if _value(source.name, translator.f_locals, translator.f_globals) is not None:
+                    self._names.add(source.name)
+                    break
+
+    def now(self) -> list[torch.nn.Module]:
+        """Those of the innermost call that runs in this thread."""
+        frame = sys._getframe() if self._names else None
+        while frame is not None and _identity(frame.f_code) != self._code:
+            frame = frame.f_back
+        if frame is None:
             return []
-    return [*found.values()]
+        found = [_value(name, frame.f_locals, frame.f_globals) for name in self._names]
+        return [module for module in found if module is not None]
+
+
+def _identity(code: types.CodeType) -> tuple[str, int, str]:
+    """What the code that Dynamo made has from the one that it was made of."""
+    return code.co_filename, code.co_firstlineno, code.co_name
+
+
+def _value(name: str, local: Any, of_module: Any) -> torch.nn.Module | None:
+    try:
+        found = eval(name, {"L": local, "G": of_module})
+    except Exception:  # it names what is not there by now
+        return None
+    return found if isinstance(found, torch.nn.Module) else None
 
 
 def _attributes(gm: torch.fx.GraphModule) -> dict[Any, Any]:

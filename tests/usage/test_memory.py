@@ -137,9 +137,22 @@ class Trainer:
         return self.module(x).sum()
 
 
-def in_a_closure(session):
-    module = session.module(MLP)
-    return session.compile(lambda x: module(x).sum())
+class Halves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, x):
+        layers = list(self.layers)
+        x = layers[0](x)
+        torch._dynamo.graph_break()
+        return layers[1](x.sin())
+
+
+def in_a_list(session):
+    modules = [session.module(MLP)]
+    call = session.compile(lambda modules, x: modules[0](x).sum())
+    return lambda x: call(modules, x)
 
 
 def in_place(session):
@@ -151,15 +164,10 @@ def in_place(session):
 WAYS = {
     "module": lambda session: session.compiled(MLP)[1],
     "module in place": in_place,
-    "closure": in_a_closure,
+    "halves": lambda session: session.compiled(Halves)[1],
+    "list": in_a_list,
     "method": lambda session: session.compile(Trainer(session).step),
-    "hook": lambda session: session.compile(with_a_hook(session.module(MLP))),
 }
-
-
-def with_a_hook(module):
-    module.register_forward_hook(lambda *_: None)
-    return module
 
 
 def train(call, session):
@@ -174,13 +182,14 @@ def test_a_model_that_is_dropped_frees_its_graphs(setting, make):
         before, call = recorded(), make(session)
         kept = train(call, session)
         value = kept.detach().clone()
-        assert recorded() == before + 2
+        made = recorded() - before
+        assert made in (2, 4)
         del call
-        kept = kept.detach()  # autograd has the parameters
+        kept = kept.detach()
         assert recorded() == before
         again = make(session)  # of the same code
         train(again, session)
-        assert recorded() == before + 2
+        assert recorded() == before + made
         del again
         assert recorded() == before
         assert torch.equal(kept, value), "what is held outlives its recording"
@@ -205,14 +214,17 @@ def test_a_model_that_is_dropped_in_a_call_is_freed_before_another_records(setti
 
 
 def test_a_living_model_keeps_its_graphs_when_its_parameters_are_replaced(setting):
-    """Else those that take turns between a few addresses would never replay."""
+    """Also after another one of its code was dropped: those that take turns between a few addresses would never replay."""
 
     def program(session):
+        train(session.compiled(lambda: nn.Linear(8, 8, bias=False))[1], session)
         module, call = session.compiled(lambda: nn.Linear(8, 8, bias=False))
-        train(call, session)
         before = recorded()
-        module.weight.data = module.weight.data.clone()
-        assert recorded() == before
+        train(call, session)
+        assert recorded() == before + 2
+        module.load_state_dict({"weight": module.weight.detach().clone()}, assign=True)
+        torch.utils.swap_tensors(module.weight, nn.Parameter(module.weight.detach().clone()))
+        assert recorded() == before + 2
         return []
 
     setting.run(program)
