@@ -1,9 +1,12 @@
 """The torch.compile backend: joins AOTAutograd, passes, compilers and the runtime."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -173,6 +176,30 @@ torch_private.note_graph_breaks()
 give_gathered_a_pool()
 
 
+def _modules_read(
+    code: types.CodeType | None, holders: Iterable[Sequence[str]]
+) -> list[torch.nn.Module]:
+    """The modules that have the parameters of a compiled function, in the call that runs in this thread, if one does."""
+    wanted, frame = code and _written_as(code), sys._getframe()
+    while frame is not None and _written_as(frame.f_code) != wanted:
+        frame = frame.f_back
+    if frame is None:
+        return []
+    found, names = list[torch.nn.Module](), {"L": frame.f_locals, "G": frame.f_globals}
+    for chain in holders:
+        for each in chain:
+            with contextlib.suppress(Exception):  # it may name what is not there by now
+                if isinstance(module := eval(each, names), torch.nn.Module):
+                    found.append(module)
+                    break
+    return found
+
+
+def _written_as(code: types.CodeType) -> tuple[str, int, str]:
+    """What the code that Dynamo runs has from the user's."""
+    return code.co_filename, code.co_firstlineno, code.co_name
+
+
 class Compilation:
     """One call of the backend: a forward and later a backward graph, or an inference graph.
 
@@ -184,7 +211,10 @@ class Compilation:
         self._owner: Owner | None = None
         self._names = torch_private.input_names(gm)
         self._static = torch_private.static_inputs(gm)
-        self._modules_read = torch_private.ModulesRead(gm, self._static)
+        holders = torch_private.holders(gm, self._static)
+        self._modules_read = functools.partial(
+            _modules_read, torch_private.compiled_code(), holders
+        )
         self._saved: dict[str, InputKind] = {}
         self._parameters: frozenset[int] = frozenset()
         """Inputs of the forward that are parameters or buffers, and outputs of the backward that are their gradients."""

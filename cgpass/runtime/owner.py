@@ -77,7 +77,7 @@ class Owner:
         self,
         driver: GraphDriver,
         options: Options | None = None,
-        modules_read: torch_private.ModulesRead | None = None,
+        modules_read: "Callable[[], Iterable[torch.nn.Module]]" = list,
     ) -> None:
         """`modules_read` finds the modules of a call. See Note [Models that were dropped]."""
         options = options or Options()
@@ -320,10 +320,9 @@ class Owner:
 
     def note_modules(self) -> None:
         """Note the modules of a call that is recorded. See Note [Models that were dropped]."""
-        if self._modules_read is not None:
-            gone = functools.partial(_note_gone, weakref.ref(self))
-            self._modules = {module for module in self._modules if module() is not None}
-            self._modules.update(weakref.ref(each, gone) for each in self._modules_read.now())
+        gone = functools.partial(_note_gone, weakref.ref(self))
+        self._modules = {module for module in self._modules if module() is not None}
+        self._modules.update(weakref.ref(each, gone) for each in self._modules_read())
 
     def release_if_dropped(self) -> None:
         """See Note [Models that were dropped]."""

@@ -136,44 +136,18 @@ def _sources(gm: torch.fx.GraphModule) -> dict[int | str, Any]:
     } | _attributes(gm)
 
 
-class ModulesRead:
-    """The modules that have a compiled function's parameters and buffers; made while Dynamo compiles it, `keys` are their inputs'.
+def holders(gm: torch.fx.GraphModule, keys: Iterable[int | str]) -> set[tuple[str, ...]]:
+    """Return the names of what has each of these inputs, innermost first: in the compiled function's locals `L` and globals `G`.
 
-    Source: torch/_guards.py `Source.name`, an expression of the function's locals `L` and globals `G`, 2.11 to 2.15.
+    Source: torch/_guards.py `Source.name`, `ChainedSource`, 2.11 to 2.15.
     """
-
-    def __init__(self, gm: torch.fx.GraphModule, keys: Iterable[int | str]) -> None:
-        translator, sources = _translator(), _sources(gm)
-        self._code = None if translator is None else _identity(translator.f_code)
-        self._names: set[str] = set()
-        for source in map(sources.get, keys):
-            while (source := getattr(source, "base", None)) is not None:
-                if _value(source.name, translator.f_locals, translator.f_globals) is not None:
-                    self._names.add(source.name)
-                    break
-
-    def now(self) -> list[torch.nn.Module]:
-        """Those of the innermost call that runs in this thread."""
-        frame = sys._getframe() if self._names else None
-        while frame is not None and _identity(frame.f_code) != self._code:
-            frame = frame.f_back
-        if frame is None:
-            return []
-        found = [_value(name, frame.f_locals, frame.f_globals) for name in self._names]
-        return [module for module in found if module is not None]
-
-
-def _identity(code: types.CodeType) -> tuple[str, int, str]:
-    """What the code that Dynamo made has from the one that it was made of."""
-    return code.co_filename, code.co_firstlineno, code.co_name
-
-
-def _value(name: str, local: Any, of_module: Any) -> torch.nn.Module | None:
-    try:
-        found = eval(name, {"L": local, "G": of_module})
-    except Exception:  # it names what is not there by now
-        return None
-    return found if isinstance(found, torch.nn.Module) else None
+    found, sources = set(), _sources(gm)
+    for source in map(sources.get, keys):
+        names = []
+        while (source := getattr(source, "base", None)) is not None:
+            names.append(source.name)
+        found.add(tuple(names))
+    return found
 
 
 def _attributes(gm: torch.fx.GraphModule) -> dict[Any, Any]:
