@@ -21,8 +21,8 @@ from cgpass.compile.facts.values import (
     graph_outputs,
     is_collective,
     is_inductor_random,
+    known_strides,
     num_ops,
-    tensor_of,
 )
 from cgpass.compile.layouts import Boxed, inputs_as_traced, keep_contiguous, outputs_as_traced
 from cgpass.compile.passes.base import Direction, Pass
@@ -181,10 +181,8 @@ class GraphBuilder:
         """A graph with the tags of several partitions; it was traced with other inputs than come `otherwise`."""
         as_traced = inputs_as_traced(gm, otherwise)
         if self.direction == "forward":
-            fakes = map(tensor_of, graph_outputs(gm))
-            torch_private.report_output_strides(
-                [None if fake is None else tuple(fake.stride()) for fake in fakes]
-            )
+            strides = [known_strides(each) for each in graph_outputs(gm)]
+            torch_private.report_output_strides(strides)
         parts = outline(gm)
         title = f"graph_{self.direction}_outlined"
         torch_private.trace(title, lambda: "\n".join(map(str, parts)))

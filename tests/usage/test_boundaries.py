@@ -37,6 +37,25 @@ def test_a_number_read_in_the_middle_splits_forward_and_backward(setting, compil
     assert_steady(counters, captured=4, eager=2)  # the backward reads the number again
 
 
+class Narrows(nn.Module):
+    """As long as data says, which the backward is compiled for."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.first(x).relu().tanh().sigmoid()
+        columns = x.detach()[:, :, 0].long().max().item() + 3
+        return self.second(x[:, :columns]).sigmoid().exp().mean(1)
+
+
+def test_strides_that_depend_on_data(setting):
+    program = programs.trained(Narrows, programs.rows(4, 9, 8))
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        setting.compare(program, on_skip="silent")
+
+
 def test_a_size_that_depends_on_data_splits_the_forward(setting):
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         counters = setting.compare(programs.trained(FindsRows), on_skip="silent")

@@ -287,3 +287,11 @@ def symbol_of(value: object) -> sympy.Symbol | None:
     if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
         return value.node.expr
     return None
+
+
+def known_strides(output: Any) -> tuple[Any, ...] | None:
+    """Return an output's strides, None for what is no tensor or has some that depend on data."""
+    fake = tensor_of(output)
+    strides = () if fake is None else fake.stride()
+    unknown = fake is None or symbolic_shapes.free_unbacked_symbols(strides)
+    return None if unknown else tuple(strides)
