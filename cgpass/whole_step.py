@@ -214,6 +214,8 @@ class TrainStep:
         Returns:
             The loss, detached; with what else `loss_fn` returned, as a tuple. **Lifetime:** the caller's own.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return _step_outside_dynamo(self, batch, named)
         with self._lock:
             before, has_grad = here.step, torch.is_grad_enabled()
             try:
@@ -277,10 +279,13 @@ class TrainStep:
     # ---- pieces
 
     def _forward(self, call: "_Call", batch: _Args, named: dict[str, Any]) -> _Args:
-        if torch_private.num_dispatch_modes():  # Dynamo compiles nothing there, and raises
-            call.why = "a TorchDispatchMode is on; leave its block for the step"
+        if torch_private.num_dispatch_modes() or torch_private.is_off():
+            # Dynamo compiles nothing there, and raises
+            off = "TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE turns torch.compile off"
+            mode = "a TorchDispatchMode is on; leave its block for the step"
+            call.why = off if torch_private.is_off() else mode
             return self._fn(batch, named)
-        self._too_often = self._too_often and bool(self._variants)  # none: all was forgotten
+        self._too_often = self._too_often and torch_private.has_compiled(self._fn.__code__)
         why = self._why_broken
         if why is None and not self._too_often:
             try:
@@ -323,7 +328,8 @@ class TrainStep:
         if self._options.driver == "none":
             return 'driver="none" turns graphs off'
         if not fast.is_loaded:
-            return (self.calls > 1 and native.loader.why_not) or FIRST_CALL
+            known = self.calls > 1 and torch_private.has_compiled(self._fn.__code__)
+            return (native.loader.why_not if known else None) or FIRST_CALL
         if self._accumulate > 1:
             return f"accumulate={self._accumulate}: gradients add up in pieces"
         if torch_private.has_default_saved_tensors_hooks():
@@ -351,6 +357,11 @@ class TrainStep:
         if isinstance(variant, _Whole):
             self._counts.variants.append(variant.counts())
         call.why = call.why or found
+
+
+@torch_private.outside_dynamo
+def _step_outside_dynamo(step: TrainStep, batch: _Args, named: dict[str, Any]) -> Any:
+    return step(*batch, **named)
 
 
 @dataclasses.dataclass(slots=True)

@@ -152,7 +152,7 @@ class GraphedFunction:
         """
         if torch_private.is_exporting():
             return self.ungraphed(*args, **kwargs)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return _outside_dynamo(self, args, kwargs)
         has_grad = torch.is_grad_enabled()
         try:

@@ -109,7 +109,7 @@ class CUDAGraphWrapper:
             CaptureError: The function can't be captured and `on_skip` is "raise".
             StaticInputMovedError: A static input moved and `static_input_check` is "error".
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return _outside_dynamo(self, args)
         if torch.is_grad_enabled():
             self._refuse_gradients(args)

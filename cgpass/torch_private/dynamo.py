@@ -1,5 +1,6 @@
 """Dynamo: backends, what is compiled by which, and its graphs' inputs."""
 
+import os
 import re
 import sys
 import threading
@@ -9,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _registering = threading.Lock()
@@ -95,6 +95,21 @@ def compile_again(code: types.CodeType, compile_id: Any) -> bool:
     for entry in ours:
         entry.guard_manager.extra_state.invalidate(entry, deleted)
     return True
+
+
+def has_compiled(code: types.CodeType) -> bool:
+    """Tell if Dynamo knows anything that it compiled for a code."""
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    return bool(_debug_get_cache_entry_list(code))
+
+
+def is_off() -> bool:
+    """Tell if Dynamo is to compile nothing.
+
+    Source: torch/_dynamo/config.py `disable`, eval_frame.py `_optimize`, 2.11 to 2.15.
+    """
+    return torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
 
 
 def is_compiled(fn: Any) -> bool:
@@ -253,23 +268,3 @@ def not_one_graph() -> tuple[type[BaseException], ...]:
     from torch._dynamo import exc
 
     return exc.Unsupported, exc.UserError, exc.FailOnRecompileLimitHit
-
-
-class WatchesForTwice(TorchFunctionMode):
-    """Notes if gradients are taken that can be differentiated again, but for code that Dynamo is to leave out.
-
-    Source: torch/autograd/__init__.py `grad`, torch/_dynamo/eval_frame.py `DisableContext`, 2.11 to 2.15.
-    """
-
-    found = False
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Call the function."""
-        if kwargs and kwargs.get("create_graph"):
-            frame, disabled = sys._getframe(), torch._dynamo.eval_frame.__file__
-            while frame is not None and frame.f_code.co_filename != disabled:
-                frame = frame.f_back
-            self.found = self.found or frame is None
-        return func(*args, **(kwargs or {}))

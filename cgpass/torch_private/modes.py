@@ -15,7 +15,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import is_fake as is_fake
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.utils import parametrize
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cgpass.torch_private.compiling import replaced
@@ -162,7 +162,28 @@ def has_function_modes() -> bool:
         return False
     from torch.utils._device import DeviceContext
 
-    return not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+    others = DeviceContext, WatchesForTwice
+    return not all(isinstance(mode, others) for mode in _get_current_function_mode_stack())
+
+
+class WatchesForTwice(TorchFunctionMode):
+    """Notes if gradients are taken that can be differentiated again, but for code that Dynamo is to leave out.
+
+    Source: torch/autograd/__init__.py `grad`, torch/_dynamo/eval_frame.py `DisableContext`, 2.11 to 2.15.
+    """
+
+    found = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call the function."""
+        if kwargs and kwargs.get("create_graph"):
+            frame, disabled = sys._getframe(), torch._dynamo.eval_frame.__file__
+            while frame is not None and frame.f_code.co_filename != disabled:
+                frame = frame.f_back
+            self.found = self.found or frame is None
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -290,3 +290,50 @@ def test_a_loss_is_needed(way, returned, kind):
     told = f"loss_fn returned a {kind}: return the loss"
     with pytest.raises(cgpass.errors.InputError, match=told):
         step()
+
+
+def step_of(loss_of):
+    module = MLP()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, fused=True)
+    settings = {"driver": "simulated", "compiler": "eager"}
+    return cgpass.train_step(
+        lambda x: loss_of(module(x).square().mean(), x), optimizer, options=settings
+    )
+
+
+@torch._dynamo.config.patch(recompile_limit=2)
+@pytest.mark.parametrize("shares", [False, True])
+def test_past_the_limit_of_dynamo_a_loss_that_fits_no_variant_runs_in_pieces(shares):
+    known = []
+
+    def with_more(loss, x):
+        known.append(loss.detach())  # each length is compiled once more
+        return (loss, x) if shares else loss * len(known)
+
+    step = step_of(with_more)
+    for _ in range(6):
+        step(torch.ones(4, 8))
+    why = "it was compiled torch._dynamo.config.recompile_limit times"
+    assert f"4 in pieces: {why}" in step.explain()
+
+
+@pytest.mark.parametrize("name", ["TORCHDYNAMO_DISABLE", None])
+def test_a_step_runs_in_pieces_while_torch_compile_is_turned_off(name, monkeypatch):
+    if name is not None:
+        monkeypatch.setenv(name, "1")
+    step = step_of(lambda loss, x: loss)
+    with torch._dynamo.config.patch(disable=name is None):
+        step(torch.ones(4, 8))
+    assert "turns torch.compile off" in step.explain()
+
+
+def test_a_step_inside_compiled_code_is_whole():
+    step = step_of(lambda loss, x: loss)
+    settings = {"driver": "simulated", "compiler": "eager"}
+    call = torch.compile(lambda x: step(x.sin()), backend="cgpass", options=settings)
+    with cgpass.explain() as report:
+        for _ in range(4):
+            call(torch.ones(4, 8))
+    assert step.graph_calls == 2
+    (left,) = report.graph_breaks
+    assert left.detail == "graph break: a training step is called"

@@ -43,6 +43,7 @@ _KNOWN: Final = (
     (r"compiler\.disable\(\)", "what torch.compiler.disable keeps out is called", _OUTSIDE),
     ("Observed exception", "an exception is raised", "check and raise before what is compiled"),
     ("trace_autograd_ops", "gradients are taken inside", "take them with torch.func.grad"),
+    ("_step_outside_dynamo", "a training step is called", "leave it: it has its own graph"),
     ("_outside_dynamo", "a callable graphed by hand is called", "leave it: it has its own graphs"),
     (r"torch\._dynamo\.graph_break\(\)", "torch._dynamo.graph_break() is called", "remove it"),
     ("comprehension_graph_break", "a graph break in a comprehension", "take it out of there"),
