@@ -218,8 +218,8 @@ class Compilation:
         self._saved: dict[str, InputKind] = {}
         self._parameters: frozenset[int] = frozenset()
         """Inputs of the forward that are parameters or buffers, and outputs of the backward that are their gradients."""
-        code = torch_private.note_function()
-        self._source = Source(begins_at(gm), torch_private.current_trace_id(), code)
+        code, callers = torch_private.note_function()
+        self._source = Source(begins_at(gm), torch_private.current_trace_id(), code, callers)
         function = telemetry.new_function()
         self._failed = FailedOperators(function)
         self._builder = functools.partial(

@@ -323,6 +323,7 @@ class GraphBuilder:
             partitions,
             place=self.source.place,
             code=self.source.code,
+            callers=self.source.callers,
             function=self.function,
             graph_break=self.graph_break,
             **about,

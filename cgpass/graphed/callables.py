@@ -309,17 +309,13 @@ class GraphedFunction:
     def _record_again(self, owner: Owner, key: Key) -> str | None:
         """Record for parameters elsewhere, other flags, or beside a pending call; returns why that can't be."""
         self._num_left -= 1
+        cause = _FREED if self.stats.recordings else None
         if self._pairs:
-            self.stats.rerecordings += 1
             others = [[a != b for a, b in zip(known, key, strict=True)] for known in self._pairs]
             nearest, beside = min(others, key=sum), self._pairs.get(key, ())
-            why = _PENDING if any(not pair.closed for pair in beside) else _REORDERED
+            cause = _PENDING if any(not pair.closed for pair in beside) else _REORDERED
             if True in nearest:
-                why = _CHANGES[nearest.index(True)]
-            self.stats.why[f"recorded: {why}"] += 1
-            log.info("%s records again (%d): %s", self.name, self.stats.rerecordings, why)
-        elif self.stats.recordings:
-            self.stats.why[f"recorded: {_FREED}"] += 1
+                cause = _CHANGES[nearest.index(True)]
         pair = Pair(self, owner, key[-1])
         owner.driver.prepare_thread()
         hooked = self.statics.left_in_place() if self.hooks else contextlib.nullcontext()
@@ -342,6 +338,10 @@ class GraphedFunction:
             self._failed[key] = why  # once may be chance
             return why
         self.add(pair)
+        if cause is not None:
+            self.stats.rerecordings += cause is not _FREED
+            self.stats.why[f"recorded: {cause}"] += 1
+            log.info("%s recorded again: %s", self.name, cause)
         return None
 
     # ---- end

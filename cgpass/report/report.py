@@ -18,7 +18,7 @@ from cgpass.report import text
 from cgpass.report.model import Facts
 from cgpass.report.text import milliseconds, share, size
 
-SCHEMA: Final = 7
+SCHEMA: Final = 8
 """Version of the dictionaries that `Report.to_dict` gives."""
 
 

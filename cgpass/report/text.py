@@ -175,9 +175,8 @@ def events(where: str, part: PartitionReport) -> Iterator[tuple[float, Reason]]:
     for cause, count in causes.items():
         notes = [note for note in part.recordings if note.cause == cause]
         least = "at least " if len(part.recordings) < part.counts.get("recordings", 0) else ""
-        kind = "more recording" if count < part.counts.get("recordings", 0) else "recording"
         details = list(dict.fromkeys(note.detail for note in reversed(notes)))
-        more = f"{least}{many(count, kind)}: {listed(details, 3)}"
+        more = f"{least}{many(count, 'recording')}: {listed(details, 3)}"
         of_grads = cause == "moved" and ".grad (" in more
         fix = KEEP_GRADIENTS if of_grads else _CAUSES.get(cause, drop)
         yield count, _at(notes[-1].line, where, cause, more, fix)

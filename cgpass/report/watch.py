@@ -22,7 +22,6 @@ from cgpass.compile.facts.breaks import (
     graph_breaks,
     left_to_eager,
     recompiled,
-    without_numbers,
 )
 from cgpass.compile.facts.lines import place_of
 from cgpass.options import current_defaults
@@ -83,14 +82,13 @@ def _report(
     after = telemetry.now()
     called = telemetry.grown(after.calls, before.calls).items()
     graphs = [_graph(graph, calls, before, clock) for graph, calls in called if calls]
-    met = graph_breaks(breaks, graphs)
     since = telemetry.registry.since.counters.get("graphs", 0)
+    met = graph_breaks(breaks, graphs)
     called_at = callers(graph.summary for graph in telemetry.graphs(since))
     left = left_to_eager(notes, called_at)
     told = {(each.line, each.detail) for each in left}
     left += [r for r in met if r.rest is not None and (r.line, r.detail) not in told]
     known = {place_of(each.line or each.rest) for each in left}
-    limits = " ".join(without_numbers(r.detail) for r in left if r.code == "recompile_limit")
     others = {
         each: telemetry.grown(n, before.others.get(each, {})) for each, n in after.others.items()
     }
@@ -110,11 +108,7 @@ def _report(
         graphs=tuple(graphs),
         left_to_eager=tuple(dict.fromkeys(left)),
         graph_breaks=counted(r for r in met if r.rest is None and place_of(r.line) not in known),
-        recompilations=tuple(
-            each
-            for each in recompiled(notes, called_at)
-            if without_numbers(each.detail).partition(": ")[2] not in limits
-        ),
+        recompilations=tuple(recompiled(notes, called_at, left)),
         others=tuple(telemetry.told(each, counts["calls"]) for each, counts in others.items()),
         whole_steps=sum(counts["replays"] for counts in steps),
         steps=sum(counts["later"] - excused(counts) for counts in steps),

@@ -17,6 +17,8 @@ class Source:
     """The id under which torch's trace lists its compilation."""
     code: tuple[str, int, str] | None = None
     """File, first line and name of the function."""
+    callers: tuple[tuple[str, int, str], ...] = ()
+    """The same of functions with graph breaks whose call had it compiled."""
 
     def of(self, name: str) -> str:
         """`name`, with where it is from if that is known."""
@@ -52,6 +54,8 @@ class GraphSummary:
     """The reasons for `skip`, one for each operator to blame."""
     code: tuple[str, int, str] | None = None
     """File, first line and name of the function."""
+    callers: tuple[tuple[str, int, str], ...] = ()
+    """See `Source`."""
     function: int | None = None
     """The compiled function that it belongs to, as `telemetry.new_function` numbers them."""
     graph_break: Reason | None = None

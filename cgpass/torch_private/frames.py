@@ -68,15 +68,26 @@ _NOTED = 4096
 """Compilations that torch keeps notes of."""
 _graph_breaks: deque[GraphBreak] = deque(maxlen=1024)
 _ours: set[str] = set()
+"""Numbers of functions that were compiled for our backend."""
+_old: dict[int, Any] = {}
+"""Notes of such compilations that Dynamo forgot."""
 
 
-def note_function() -> Function | None:
-    """Note which function Dynamo compiles for our backend now; return it, the whole one if this is what is behind a break."""
+def note_function() -> tuple[Function | None, tuple[Function, ...]]:
+    """Note which function Dynamo compiles for our backend now; return it, and those with breaks that run around it.
+
+    The whole function, if this is what is behind a break.
+    """
     from torch._dynamo.symbolic_convert import tls
 
     _ours.add(function_of(CompileContext.current_compile_id()))
     translator = getattr(tls, "current_tx", None)
-    return None if translator is None else _whole(translator.f_code)
+    broken, around = {each.whole for each in _graph_breaks}, set[Function]()
+    frame = sys._getframe()
+    while frame is not None:
+        around |= broken & {_whole(frame.f_code)}
+        frame = frame.f_back
+    return None if translator is None else _whole(translator.f_code), tuple(around)
 
 
 def _whole(code: Any) -> Function:
@@ -95,7 +106,9 @@ def function_of(compile_id: object) -> str:
 
 def is_ours(compilation: Any) -> bool:
     """Tell if a function was compiled for our backend before, in this compilation or another."""
-    return function_of(compilation.compile_id) in _ours
+    own = compilation.co_filename, compilation.co_firstlineno, compilation.co_name
+    known = {each.function for each in _graph_breaks if not each.over}
+    return id(compilation) in _old or function_of(compilation.compile_id) in _ours or own in known
 
 
 class _UntilLoaded:
@@ -168,8 +181,10 @@ def graph_breaks() -> list[GraphBreak]:
 
 def end_notes() -> None:
     """Note that Dynamo forgets all that it compiled so far, and numbers functions from 0 again."""
-    global _forgotten
-    _forgotten = next(reversed(compilations()), None)
+    global _forgotten, _old
+    notes = compilations()
+    _old = {id(each): each for each in notes if is_ours(each)}
+    _forgotten = next(reversed(notes), None)
     _ours.clear()
     for each in graph_breaks():
         each.over = True

@@ -130,7 +130,7 @@ def test_layers_beside_one_with_a_break_in_a_container_are_left_to_eager(layer, 
     called = f", called at {at(Model, 'what is called')} in forward"
     assert left.rest == runs + (" besides" if around == "itself" else called)
     assert left.line.startswith(f"{at(layer)} in forward: ")
-    assert "loop over an nn.ModuleList in a forward of your own" in left.fix
+    assert "one by one in a forward of your own, without a loop" in left.fix
     assert not report.graph_breaks
     if compiled:
         assert left.rest in cgpass.summary()

@@ -125,7 +125,7 @@ PLANTED = {
     "several modules": (
         several,
         Moved.forward,
-        "captured_0: 2 more recordings: the first call with other tensors for weight (read at test_planted.py:",
+        "captured_0: 2 recordings: the first call with other tensors for weight (read at test_planted.py:",
         "leave it if several modules share code; otherwise write into tensors in place (copy_)",
     ),
     "kept results": (

@@ -177,7 +177,7 @@ def one_more(x):
         (lambda: one_more, f"test_reports.py:{one_more.__code__.co_firstlineno} in one_more"),
         (
             lambda: torch.nn.Sequential(torch.nn.Linear(4, 4)),
-            "modules of torch's own classes and functions under its decorators (they count as one: module Sequential)",
+            "modules of torch's own classes and functions under its decorators (they count as one, here module Sequential)",
         ),
     ],
 )

@@ -22,6 +22,7 @@ _HOST_READ: Final = op_tables.FIXES["host_read"]
 _OUTSIDE: Final = "call it outside of what is compiled"
 _BEHIND: Final = f"{_OUTSIDE}, or behind `if not torch.compiler.is_compiling():`"
 _BRANCH: Final = "use torch.where; to check: assert torch.isfinite(x).all(), 'text'"
+_GRAPHED: Final = "leave it: it has its own graphs; in the loss of a train_step call a plain one"
 _BY_ITSELF: Final = "leave it: torch compiles the function called there by itself"
 _KNOWN: Final = (
     (r"Tensor\.backward\(\) call", "the backward is called", "leave it: it has its own graphs"),
@@ -44,7 +45,7 @@ _KNOWN: Final = (
     ("Observed exception", "an exception is raised", "check and raise before what is compiled"),
     ("trace_autograd_ops", "gradients are taken inside", "take them with torch.func.grad"),
     ("_step_outside_dynamo", "a training step is called", "leave it: it has its own graph"),
-    ("_outside_dynamo", "a callable graphed by hand is called", "leave it: it has its own graphs"),
+    ("_outside_dynamo", "a callable graphed by hand is called", _GRAPHED),
     (r"torch\._dynamo\.graph_break\(\)", "torch._dynamo.graph_break() is called", "remove it"),
     ("comprehension_graph_break", "a graph break in a comprehension", "take it out of there"),
     (
@@ -69,7 +70,7 @@ _GUARDS: Final = {
 """What a function was compiled once more for, and what to do: whose it is, whether that reached a limit, and the guard."""
 _NO_HELP: Final = re.compile("an issue|caused by an earlier graph break|graph break is fundamental")
 """Hints that are none to users."""
-_LOOP: Final = "or loop over an nn.ModuleList in a forward of your own: torch does not compile its own containers by themselves"
+_LOOP: Final = "or call the container's layers one by one in a forward of your own, without a loop: torch does not compile its own containers by themselves"
 _OPERATOR: Final = re.compile(r"(?<=Operator )`(aten\.(\w+)\.\w+)`")
 _RANDOM: Final = re.compile(r"^(?!.*\.(?:item|tolist)\().*(?<!torch\.)\brandom\.\w+\(")
 _INDEXED: Final = re.compile(r"^(?!.*\.(?:item|tolist)\().*\w\[\w+\]")
@@ -202,15 +203,17 @@ def _cut_short(stack: Sequence[Any]) -> Reason:
 
 
 def graph_breaks(
-    before: Collection[torch_private.GraphBreak], graphs: Sequence[GraphSummary]
+    before: Collection[torch_private.GraphBreak],
+    graphs: Sequence[GraphSummary],
 ) -> list[Reason]:
     """Graph breaks that were met, each once; behind those with a `rest` torch left that to eager.
 
-    Those that graphs end at, those noted since `before`, and of earlier ones those of functions that ran. Libraries that
-    run in eager anyway, as what logs or shows progress, have breaks of their own: they are left out.
+    Those that graphs end at, those noted since `before`, and of earlier ones those of functions that ran, or whose calls
+    had some graph compiled that did. Libraries that run in eager anyway, as what logs or shows progress, have breaks of
+    their own: they are left out.
     """
     files = {place_of(graph.place).rpartition(":")[0] for graph in graphs}
-    functions = {graph.code for graph in graphs}
+    functions = {code for graph in graphs for code in (graph.code, *graph.callers)}
     found = [graph.graph_break for graph in graphs if graph.graph_break is not None]
     for each in sorted(torch_private.graph_breaks(), key=before.__contains__):
         is_earlier = each in before
@@ -241,43 +244,56 @@ def callers(graphs: Iterable[GraphSummary]) -> Callers:
 def left_to_eager(before: Sequence[Any], called_at: Callers) -> list[Reason]:
     """Functions whose last compilation was given up; of those noted `before` only what was compiled for our backend."""
     old, living = set(map(id, before)), _last(torch_private.compilations(since_reset=True))
-    ours = {each.function for each in torch_private.graph_breaks() if not each.over}
     found = []
     for function, each in (_last(torch_private.compilations()) | living).items():
         is_old = id(each) in old
-        is_ours = torch_private.is_ours(each) or function in ours
+        is_ours = torch_private.is_ours(each)
         counts = not is_old or (is_ours and living.get(function) is each)
-        if counts and torch_private.was_given_up(each):
+        pythons = all(map(_is_pythons, (function[0], each.fail_user_frame_filename)))
+        if counts and torch_private.was_given_up(each) and not pythons:
             found.append(replace(_described(function, each, called_at), is_earlier=is_old))
     return found
 
 
-def recompiled(before: Sequence[Any], called_at: Callers) -> list[Reason]:
-    """List the recompilations of functions that cgpass compiles: each cause at each line, and how often."""
+def _is_pythons(file: str | None) -> bool:
+    return file is not None and file.startswith(lines.PYTHON) and not is_users(file)
+
+
+def recompiled(before: Sequence[Any], called_at: Callers, left: Iterable[Reason]) -> list[Reason]:
+    """List the recompilations of functions that cgpass compiles: each cause at each line, and how often.
+
+    Those that `left` has as the cause of a recompile limit are left out.
+    """
+    limits = [
+        (each.rest, _without_values(each.detail)) for each in left if each.code == "recompile_limit"
+    ]
     old, found = set(map(id, before)), dict[tuple[str, str], Reason]()
     for each in torch_private.compilations():
         text, is_new = each.recompile_reason, id(each) not in old and torch_private.is_ours(each)
         if text and is_new and each.co_name is not None and not torch_private.was_given_up(each):
             cause, line, fix = _cause(text, each.co_filename, OTHER_FIXES["recompiled"])
-            if line is None or line.startswith("torch/"):
-                line = _where((each.co_filename, each.co_firstlineno, each.co_name), called_at)
-            key = line, without_numbers(cause)
+            where = _where((each.co_filename, each.co_firstlineno, each.co_name), called_at)
+            told = _without_values(cause)
+            if any(rest == where and f": {told}. Calls" in detail for rest, detail in limits):
+                continue
+            line = where if line is None or line.startswith("torch/") else line
+            key = line, told
             count = found[key].count + 1 if key in found else 1
             detail = f"compiled once more: {cause}"
             found[key] = Reason("recompiled", "", detail, fix, line, count=count)
     return list(found.values())
 
 
-def without_numbers(cause: str) -> str:
-    """A guard's text as it is for other values, too."""
-    return re.sub(r"-?\d[-.e\d]*", "", cause)
+def _without_values(cause: str) -> str:
+    """A guard's text as it is for other values, too: numbers in names and indices stay."""
+    return re.sub(r"(?<![\w\[.'])(?<!index )-?\d([-.e\d]*\d)?", "", cause)
 
 
 def _where(function: torch_private.Function, called_at: Callers) -> str:
     file, line, name = function
     called = ", ".join(called_at.get(function, ())[:3])
     if file.endswith(_WRAPPER):
-        called = called and f": {called}"
+        called = called and f", here {called}"
         return f"modules of torch's own classes and functions under its decorators (they count as one{called})"
     if file.startswith(lines.OURS):
         return "the loss function of a training step"
@@ -337,4 +353,4 @@ def _cause(text: str, own: str, fix: str) -> tuple[str, str | None, str]:
     where = lines.innermost(text)
     if where is None and line and own.endswith(file):  # torch names its end alone
         where = at(own, line, name, code)
-    return guard.rstrip("."), where, fix
+    return guard.rstrip(". ("), where, fix
