@@ -21,7 +21,7 @@ from cgpass.compile.facts.breaks import graph_break_of
 from cgpass.compile.facts.capturability import has_cpu_scalars, is_argument
 from cgpass.compile.facts.input_info import InputKind
 from cgpass.compile.facts.inputs import value_kinds
-from cgpass.compile.facts.lines import begins_at
+from cgpass.compile.facts.lines import begins_at, function_name
 from cgpass.compile.facts.partition_tag import get_tag
 from cgpass.compile.facts.target import find_target
 from cgpass.compile.facts.values import graph_outputs, has_nested_ints
@@ -179,7 +179,10 @@ give_gathered_a_pool()
 def _modules_read(
     code: types.CodeType | None, holders: Iterable[Sequence[str]]
 ) -> list[torch.nn.Module]:
-    """The modules that have the parameters of a compiled function, in the call that runs in this thread, if one does."""
+    """Modules in the call of a compiled function that runs in this thread, if one does: those that have its parameters.
+
+    Without parameters, those that it has a name for.
+    """
     wanted, frame = code and _written_as(code), sys._getframe()
     while frame is not None and _written_as(frame.f_code) != wanted:
         frame = frame.f_back
@@ -192,6 +195,10 @@ def _modules_read(
                 if isinstance(module := eval(each, names), torch.nn.Module):
                     found.append(module)
                     break
+    while not found and frame is not None:
+        found = [each for each in frame.f_locals.values() if isinstance(each, torch.nn.Module)]
+        is_rest = function_name(frame.f_code.co_name) != frame.f_code.co_name
+        frame = frame.f_back if is_rest else None
     return found
 
 

@@ -14,8 +14,10 @@ Note [Calls from several threads]
 
 Note [Models that were dropped]
     Dynamo keeps what it compiled for a model that is gone, since it serves others of its class, too. So an owner knows
-    weakly which modules had the parameters in calls that were recorded. When all of them are gone, its recordings go: at
-    once, or, if it is being called just then or something captured, before anything is recorded next.
+    weakly which modules the calls had that were recorded, and all recordings go with the last of these; while it is being
+    called or something captured, before another function's first recording. Where a model follows that was made after
+    all before were dropped, more may: as copies that live for a call, or losses. They often come to lie where the last one
+    lay, and replay. From then on recordings wait for another function's first one.
 """
 
 import functools
@@ -77,13 +79,15 @@ class Owner:
         self,
         driver: GraphDriver,
         options: Options | None = None,
-        modules_read: "Callable[[], Iterable[torch.nn.Module]]" = list,
+        modules_read: "Callable[[], Sequence[torch.nn.Module]]" = list,
     ) -> None:
         """`modules_read` finds the modules of a call. See Note [Models that were dropped]."""
         options = options or Options()
         self._modules_read = modules_read
-        self._modules: set[weakref.ref[torch.nn.Module]] = set()
-        """Those of calls that were recorded."""
+        self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
+        """Those of calls that were recorded, by identity: some that are equal are two."""
+        self._is_followed = False
+        """True if all were gone before as others came."""
         self.driver = driver
         self.max_pending_calls = options.max_pending_calls
         self._progress = options.progress
@@ -219,8 +223,9 @@ class Owner:
 
     def begin_recording(self, pool_index: int) -> dict[int, tuple[int, ...]]:
         """Give memory that nobody holds back to the pool; returns `Recording.released` of the new recording."""
-        for owner in list(_owners):
-            owner.release_if_dropped()
+        if not self._captures:
+            for owner in list(_owners):
+                owner.release_if_dropped()
         recordings = self._pools[pool_index].recordings
         for recording in recordings:
             recording.memory.release_unheld()
@@ -320,21 +325,23 @@ class Owner:
 
     def note_modules(self) -> None:
         """Note the modules of a call that is recorded. See Note [Models that were dropped]."""
-        gone = functools.partial(_note_gone, weakref.ref(self))
-        self._modules = {module for module in self._modules if module() is not None}
-        self._modules.update(weakref.ref(each, gone) for each in self._modules_read())
+        if read := self._modules_read():
+            gone = functools.partial(_note_gone, weakref.ref(self))
+            alive = {n: module for n, module in self._modules.items() if module() is not None}
+            self._is_followed |= bool(self._modules) and not alive
+            self._modules = alive | {id(each): weakref.ref(each, gone) for each in read}
 
     def release_if_dropped(self) -> None:
         """See Note [Models that were dropped]."""
-        if not self._modules or any(module() is not None for module in self._modules):
+        modules = self._modules.values()
+        if not modules or any(module() is not None for module in modules):
             return
-        if self.driver.is_capturing() or self.lock._is_owned():
+        if self.driver.is_capturing() or self.lock._is_owned() or not self._recordings():
             return
         if self.lock.acquire(blocking=False):
             try:
                 with torch_private.without_modes():  # in the middle of a trace, it may be
-                    self.release()
-                self._modules.clear()
+                    self._drop_all()
             finally:
                 self.lock.release()
 
@@ -376,7 +383,7 @@ class _Changing(Change):
 
 def _note_gone(owner: "weakref.ref[Owner]", _: "weakref.ref[torch.nn.Module]") -> None:
     known = owner()
-    if known is not None and not sys.is_finalizing():
+    if known is not None and not known._is_followed and not sys.is_finalizing():
         known.release_if_dropped()
 
 

@@ -409,7 +409,7 @@ class PartitionRunner:
             if self.stats.recordings:
                 cause = (
                     "anew",
-                    "recordings were freed: by cgpass.reset(), explain, a failed capture, or with a model that was dropped",
+                    "recordings were freed: by cgpass.reset(), explain or a failed capture",
                 )
         elif last is None:
             code, new = "new_shape", layout.changed(any_shape[0], shape)

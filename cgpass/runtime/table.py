@@ -16,7 +16,7 @@ Cause = tuple[str, str, str | None]
 """See `RecordingNote`: code, words, and the user's line."""
 LAID_OUT_ANEW: Final = (
     "anew",
-    "memory was laid out anew, for a larger call, gradients that are kept, or calls of a second thread",
+    "memory was laid out anew, for a larger call, gradients that are kept, calls of a second thread, or a model dropped",
     None,
 )
 
