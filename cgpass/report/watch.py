@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -54,7 +54,8 @@ SIMULATED: Final = "cpu (simulated graphs: they behave like real ones, their spe
 def watched() -> Iterator[Report]:
     """A block that is reported; the report is filled when it ends, also by an error."""
     report = Report()
-    breaks, notes = {*torch_private.graph_breaks()}, torch_private.compilations()
+    breaks = {each: each.over for each in torch_private.graph_breaks()}
+    notes = torch_private.compilations()
     with _Clock() as clock:
         telemetry.listen(clock.add, clock)
         before = telemetry.now()
@@ -67,18 +68,18 @@ def watched() -> Iterator[Report]:
 
 def since_reset() -> Report:
     """Report all that ran since `cgpass.reset()`, or since the process began."""
-    breaks = {each for each in torch_private.graph_breaks() if each.earlier}
+    breaks = {each: each.over for each in torch_private.graph_breaks() if each.earlier}
     return _report(telemetry.registry.since, breaks, torch_private.compilations(), _Clock())
 
 
 @torch_private.outside_dynamo  # which would trace the end of a block in a compiled function
 def _report(
     before: telemetry.Moment,
-    breaks: Collection[torch_private.GraphBreak],
+    breaks: Mapping[torch_private.GraphBreak, bool],
     notes: Sequence[Any],
     clock: "_Clock",
 ) -> Report:
-    """Report what came after a moment; until then torch had noted some graph breaks and compilations."""
+    """Report what came after a moment; until then torch had noted some graph breaks (True: forgotten) and compilations."""
     after = telemetry.now()
     called = telemetry.grown(after.calls, before.calls).items()
     graphs = [_graph(graph, calls, before, clock) for graph, calls in called if calls]
@@ -167,16 +168,15 @@ def _graph(
 
 def _memory(runner: PartitionRunner) -> dict[str, Any]:
     """Look at the inputs and recordings of a partition that lives."""
-    infos, recordings = runner.layout.infos, runner.table.all()
+    infos, recordings, latest = runner.layout.infos, runner.table.all(), runner.copied_inputs
     statics = runner.layout.parameters
     told: dict[str, Any] = {"static_inputs": len(statics), "returned_at": runner.returned_at}
+    copied = [
+        CopiedInput(name=infos[i].name, num_bytes=n, line=infos[i].line, moved=i in statics)
+        for i, n in latest.items()
+    ]
+    told["copied_inputs"] = tuple(sorted(copied, key=lambda each: -each.num_bytes))
     if recordings:
-        latest = {} if runner.latest is None else runner.latest.copied_inputs
-        copied = [
-            CopiedInput(name=infos[i].name, num_bytes=n, line=infos[i].line, moved=i in statics)
-            for i, n in latest.items()
-        ]
-        told["copied_inputs"] = tuple(sorted(copied, key=lambda each: -each.num_bytes))
         told["output_bytes"] = sum(recording.memory.num_bytes() for recording in recordings)
     return told
 

@@ -153,8 +153,9 @@ class PartitionRunner:
         )
         self._last: tuple[ShapeKey, bytes, list[Recording]] | None = None
         """Key and recordings of the last replay of what lay in place."""
-        self.latest: Recording | None = None
-        """The recording that was replayed last, for reports."""
+        self._latest: Recording | None = None
+        self._copied: dict[int, int] = {}
+        """See `copied_inputs`, if that recording is gone."""
         self._here = threading.local()
         """True if this thread ran a call without a graph: libraries keep handles for each thread."""
         self._started = 0.0
@@ -174,6 +175,11 @@ class PartitionRunner:
         self._tried_anew = False
         self._said: set[str] = set()
 
+    @property
+    def copied_inputs(self) -> dict[int, int]:
+        """Bytes that the last replay copied, by position of the input, for reports."""
+        return self._copied if self._latest is None else self._latest.copied_inputs
+
     def run(self, args: list[Any]) -> tuple[Sequence[Any], Recording | None]:
         """Run one call, which empties the list of its inputs; returns its outputs, and the recording that made them.
 
@@ -192,7 +198,7 @@ class PartitionRunner:
             return made
         self.owner.note_handed_out(made)  # before it can be held, whatever happens
         outputs = made.run(args)
-        self.latest = made
+        self._latest = made
         args.clear()
         self.stats.replays += 1
         self.stats.copied_bytes += made.copied_bytes
@@ -576,7 +582,8 @@ class PartitionRunner:
         )
 
     def _close(self, recordings: Sequence[Recording]) -> None:
-        self._last = self.latest = None
+        self._copied = self.copied_inputs
+        self._last = self._latest = None
         with self.owner.changing():
             for recording in recordings:
                 self.owner.close_recording(recording)

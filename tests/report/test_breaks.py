@@ -496,6 +496,66 @@ def test_a_list_that_grows_is_told_beside_the_break_at_its_line():
     assert report.recompilations[-1].fix.startswith("keep its length")
 
 
+@pytest.mark.parametrize("grows", [False, True])
+def test_what_breaks_before_any_operator_is_told_later_and_in_a_block_with_a_reset(grows):
+    weight, seen = nn.Parameter(torch.ones(2)), []
+    optimizer, weight.grad = torch.optim.SGD([weight], 0.1), torch.ones(2)
+
+    def update(x):
+        (seen.append if grows else seen.count)(x.item())  # the line to name
+        optimizer.step()
+
+    call = torch.compile(update, backend="cgpass")
+    watched(call, X.sum(), X.sum())
+    resets = watched(call, X.sum()), watched(lambda x: call(x) or torch.compiler.reset(), X.sum())
+    for report in resets:
+        found = [each for each in report.graph_breaks if at(update) in each.line]
+        assert [each.is_earlier for each in found] == [not grows]
+        assert ["len(seen) == " in each.detail for each in report.recompilations] == [True] * grows
+
+
+class Often(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return chain(x) * (1 if self.calls > 99 else 2)
+
+
+class Seldom(Often):
+    def forward(self, x):
+        self.calls += 1
+        return chain(x) * (1 if self.calls > 99 else 3)
+
+
+@torch._dynamo.config.patch(recompile_limit=3)
+def test_the_limit_of_one_function_hides_no_recompilation_of_another():
+    often, seldom = (torch.compile(each(), backend="cgpass") for each in (Often, Seldom))
+    report = watched(
+        lambda both: [often(X), seldom(X) if both else None], *[True] * 2, *[False] * 3
+    )
+    assert [each.rest for each in report.left_to_eager] == [
+        f"{at(Often, 'def forward')} in forward"
+    ]
+    assert {each.line.partition(" in ")[0] for each in report.recompilations} == {
+        at(Seldom, "calls")
+    }
+
+
+@pytest.mark.parametrize(
+    ("guard", "left"),
+    [
+        ("self.calls == 7", "self.calls == "),
+        ("L['n'] == -1.5e-05. Calls", "L['n'] == . Calls"),
+        ("w2['0'][10] index 2. expected 8", "w2['0'][10] index 2. expected "),
+    ],
+)
+def test_values_are_left_out_of_what_tells_guards_apart(guard, left):
+    assert breaks._without_values(guard) == left
+
+
 def test_what_a_layer_of_torchs_reads_is_told_at_the_users_line():
     layers = nn.Sequential(nn.Dropout(0.5))
     fn = lambda x: layers(x).sin()  # noqa: E731

@@ -59,8 +59,10 @@ def calls(fn, *batches, times=6):
 def moves():
     model = Moved().requires_grad_(False)
     call = torch.compile(model, backend="cgpass")
-    for _ in range(8):
-        model.weight = nn.Parameter(torch.ones(8), requires_grad=False)
+    memory = bytearray(8 * 32)
+    for n in range(8):  # of its own each time, where no other one lay
+        weight = torch.frombuffer(memory, dtype=torch.float32, count=8, offset=n * 32)
+        model.weight = nn.Parameter(weight, requires_grad=False)
         call(X)
 
 

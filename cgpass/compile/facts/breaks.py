@@ -6,7 +6,7 @@ import re
 import textwrap
 import threading
 import traceback
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -203,13 +203,13 @@ def _cut_short(stack: Sequence[Any]) -> Reason:
 
 
 def graph_breaks(
-    before: Collection[torch_private.GraphBreak],
+    before: Mapping[torch_private.GraphBreak, bool],
     graphs: Sequence[GraphSummary],
 ) -> list[Reason]:
     """Graph breaks that were met, each once; behind those with a `rest` torch left that to eager.
 
-    Those that graphs end at, those noted since `before`, and of earlier ones those of functions that ran, or whose calls
-    had some graph compiled that did. Libraries that run in eager anyway, as what logs or shows progress, have breaks of
+    Those that graphs end at, those noted since `before` (where True says of some that torch had forgotten them), and of
+    earlier ones those of functions that ran, or whose calls had some graph compiled that did. Libraries that run in eager anyway, as what logs or shows progress, have breaks of
     their own: they are left out.
     """
     files = {place_of(graph.place).rpartition(":")[0] for graph in graphs}
@@ -217,7 +217,7 @@ def graph_breaks(
     found = [graph.graph_break for graph in graphs if graph.graph_break is not None]
     for each in sorted(torch_private.graph_breaks(), key=before.__contains__):
         is_earlier = each in before
-        if is_earlier and (each.over or each.whole not in functions):
+        if is_earlier and (before[each] or each.whole not in functions):
             continue
         reason = replace(_of_stack(each.text, each.stack), is_earlier=is_earlier)
         users = [frame.filename for frame in each.stack if is_users(frame.filename)]
