@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import cgpass
-from tests.graphed.steps import graphed_twins, same, same_grads, twins
+from tests.graphed.steps import clear_grads, graphed_twins, same, same_grads, twins
 
 
 class _Input(torch.autograd.Function):
@@ -54,36 +54,6 @@ class Later(Split):
         return super().forward(x.cos())
 
 
-@pytest.mark.parametrize("kind", [Split, Later])
-def test_a_graph_that_is_retained(setting, kind):
-    module, plain = twins(setting, kind())
-    plain.split = False
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
-    for _ in range(2):
-        x = setting.randn(4, 8)
-        found, expected = graphed(x), plain(x)
-        for retain in (True, False):
-            found.square().sum().backward(retain_graph=retain)
-            graphed.backward_dw()
-            expected.square().sum().backward(retain_graph=retain)
-        same_grads(module, plain)
-    assert graphed.graphed.stats.plain_calls == 0
-
-
-def test_backwards_without_a_graph_take_their_turn(setting):
-    graphed, module, plain = graphed_twins(setting, Split(), grad=False, max_rerecords=0)
-    x = setting.randn(4, 8)
-    for fn in (graphed, plain):
-        recorded, further = fn(x), fn(x * 2)  # this one may not be recorded
-        further.sum().backward()
-        recorded.sum().backward()
-        fn.backward_dw()
-    same_grads(module, plain)
-    graphed.backward_dw()
-    plain.backward_dw()
-    same_grads(module, plain)
-
-
 class SeveralResults(Split):
     """A loss may use either result."""
 
@@ -91,30 +61,127 @@ class SeveralResults(Split):
         return x * 1, super().forward(x)
 
 
-def test_any_result_of_a_call_without_a_graph_counts(setting):
-    graphed, module, plain = graphed_twins(setting, SeveralResults(), grad=False)
-    x = setting.randn(4, 8)
-    for fn in (graphed, plain):
-        fn.eval()
-        fn(x)[1].sum().backward()
-        fn.train()
-        fn.weight.data = fn.weight.data.clone()
-        fn(x * 2)
-        fn.backward_dw()
-    same_grads(module, plain)
+class View(Split):
+    def forward(self, x):
+        return super().forward(x).view(2, 2, 8)
 
 
-def test_a_backward_that_stops_at_a_result_is_none_of_the_modules(setting):
-    graphed, module, plain = graphed_twins(setting, Split(), grad=False)
-    x = setting.randn(4, 8)
+class Unseen(Split):
+    """No counter tells of its gradients."""
+
+    def backward_dw(self):
+        grad, x, _ = self.later.pop(0)
+        if self.weight.grad is None:
+            self.weight.grad = torch.zeros_like(self.weight)
+        self.weight.grad.data.add_(grad.t() @ x)
+
+
+class KeepsWeight(Split):
+    """What is due holds the weight itself."""
+
+    def backward_dw(self):
+        grad, x, weight = self.later.pop(0)
+        made = grad.t() @ x
+        weight.grad = made if weight.grad is None else weight.grad + made
+
+
+def take(fns, module, xs, steps):
+    """Take steps with functions and inputs, and give the inputs' gradients after each.
+
+    `f1` is a forward of the second, `b1` its backward, `retain1` one that retains, `stop1` one that stops at the result,
+    `write1` a write to that; `w` makes weights' gradients; `move` and `home` are places of the weight.
+    """
+    inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in xs]
+    outs, home = {}, module.weight.data
+    for step in steps.split():
+        kind, number = step.rstrip("012"), int(step[-1]) if step[-1].isdigit() else 0
+        fn, out = fns[number], outs.get(number)
+        if kind == "f":
+            found = fn(inputs[number])
+            outs[number] = found[-1] if isinstance(found, tuple) else found
+        elif kind in ("b", "retain"):
+            out.square().sum().backward(retain_graph=kind == "retain")
+        elif kind == "stop":
+            torch.autograd.grad(out.square().sum(), out)
+        elif kind == "w" and module.split:
+            fn.backward_dw()
+        elif kind == "write":
+            out += 1
+        elif kind in ("move", "home"):
+            module.weight.data = home.clone() if kind == "move" else home
+        elif kind in ("train", "eval") or (kind in ("reset", "close") and hasattr(fn, kind)):
+            getattr(fn, kind)()
+        yield [x.grad for x in inputs]
+
+
+TAKEN = {
+    "a graph that is retained": (Split, "f0 retain0 w b0 w f1 retain1 w b1 w"),
+    "what is saved for longer is retained": (Later, "f0 retain0 w b0 w f1 retain1 w b1 w"),
+    "backwards without a graph take their turn": (Split, "f0 f1 b1 b0 w w"),
+    "any result of a call without a graph counts": (SeveralResults, "eval f0 b0 train move f1 w"),
+    "a backward that stops is none of the module's": (Split, "eval f0 stop0 b0 w train f0 b0 w"),
+    "gradients that no counter tells of": (Unseen, "close f0 b0 f1 b1 w w"),
+    "a view that is written has its turn": (View, "eval f0 write0 b0 train move f1 w"),
+    "weights that moved before the backward": (KeepsWeight, "f0 move b0 w"),
+    "weights of a backward that lost its graph": (KeepsWeight, "f0 move reset b0 w"),
+    "a backward that moved there and back": (Split, "f0 move retain0 w home retain0 w"),
+    "a recording leaves alone what is due": (Split, "f0 reset b0 f1 w f2"),
+}
+PLAIN_CALLS = {
+    "a graph that is retained": 0,
+    "what is saved for longer is retained": 0,
+    "a recording leaves alone what is due": 2,
+}
+
+
+@pytest.mark.parametrize("what", TAKEN)
+def test_each_step_has_the_numbers_of_the_module_alone(setting, what):
+    make, steps = TAKEN[what]
+    options = {"max_rerecords": 0} if "take their turn" in what else {}
+    grad = "retained" in what
+    graphed, module, plain = graphed_twins(setting, make(), grad=grad, **options)
+    xs = [setting.randn(4, 8, grad=grad) for _ in range(3)]
+    both = [take([fn] * 3, own, xs, steps) for fn, own in ((graphed, module), (plain, plain))]
+    for found, expected in zip(*both, strict=True):
+        same_grads(module, plain)
+        for a, b in zip(found, expected, strict=True):
+            assert a is b is None or torch.equal(a, b)
+    stats = graphed.graphed.stats
+    assert stats.plain_calls == PLAIN_CALLS.get(what, stats.plain_calls)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        "f0 b0 w0 f1 f2 b1 w1 b2 w2",
+        "f0 f1 f2 b0 b1 b2 w0 w1 w2",
+        "f0 b0 f1 f2 b1 b2 w0 w1 w2",
+    ],
+    ids=["as recorded", "forwards first", "weights last"],
+)
+def test_weight_gradients_that_come_late(setting, steps):
+    module, plain = twins(setting, Split())
+    plain.split = False
+    graphed = setting.graphed(
+        (module,),
+        tuple((setting.randn(4, 8, grad=True),) for _ in range(3)),
+        order=[1, -1, 1, 1, -1, -1],
+    )
+    for _ in range(2):
+        clear_grads(module, plain)
+        xs = setting.randn(3, 4, 8, grad=True)
+        *_, found = take(graphed, module, xs, steps)
+        *_, expected = take([plain] * 3, plain, xs, steps)
+        for a, b in zip(found, expected, strict=True):
+            same(a, b)
+        same(module.bias.grad, plain.bias.grad)
+        torch.testing.assert_close(module.weight.grad, plain.weight.grad)
+
+
+def learn(graphed, module, plain, *args):
+    """A step each."""
     for fn in (graphed, plain):
-        fn.eval()
-        out = fn(x)
-        torch.autograd.grad(out.square().sum(), out)
-        out.sum().backward()
-        fn.backward_dw()
-        fn.train()
-        fn(x).sum().backward()
+        fn(*args).square().sum().backward()
         fn.backward_dw()
     same_grads(module, plain)
 
@@ -154,9 +221,7 @@ def test_weights_that_were_frozen_at_first(setting, frozen):
         for fn in (graphed, plain):
             fn.a.weight.requires_grad_("a" in wanted)
             fn.b.weight.requires_grad_("b" in wanted)
-            fn(x).square().sum().backward()
-            fn.backward_dw()
-        same_grads(module, plain)
+        learn(graphed, module, plain, x)
 
 
 class Fused(Tolerant):
@@ -194,11 +259,7 @@ def test_a_flag_tells_which_weights_are_left_out(setting):
     module, plain = twins(setting, OneOfTwo())
     graphed = setting.graphed(module, (setting.randn(4, 8, grad=True), True))
     for first in (True, False, True, False, False):
-        x = setting.randn(4, 8)
-        for fn in (graphed, plain):
-            fn(x, first).square().sum().backward()
-            fn.backward_dw()
-        same_grads(module, plain)
+        learn(graphed, module, plain, setting.randn(4, 8), first)
 
 
 class InTraining(TwoTolerant):
@@ -214,14 +275,11 @@ class InTraining(TwoTolerant):
 def test_gradients_that_are_left_out_in_training_alone(setting, resets):
     graphed, module, plain = graphed_twins(setting, InTraining(), grad=True)
     for trains in (True, False, True):
-        x = setting.randn(4, 8)
         for fn in (graphed, plain):
             fn.train(trains)
-            if resets and fn is graphed:
-                fn.reset()
-            fn(x).square().sum().backward()
-            fn.backward_dw()
-        same_grads(module, plain)
+        if resets:
+            graphed.reset()
+        learn(graphed, module, plain, setting.randn(4, 8))
 
 
 class Offers(torch.nn.Linear):
@@ -276,30 +334,7 @@ class OfAChild(torch.nn.Module):
 
 def test_a_method_among_the_attributes(setting):
     graphed, module, plain = graphed_twins(setting, OfAChild())
-    x = setting.randn(4, 8)
-    for fn in (graphed, plain):
-        fn(x).square().sum().backward()
-        fn.backward_dw()
-    same_grads(module, plain)
-
-
-def test_gradients_that_no_counter_tells_of(setting):
-    class Unseen(Split):
-        def backward_dw(self):
-            grad, x, _ = self.later.pop(0)
-            if self.weight.grad is None:
-                self.weight.grad = torch.zeros_like(self.weight)
-            self.weight.grad.data.add_(grad.t() @ x)
-
-    graphed, module, plain = graphed_twins(setting, Unseen(), grad=False)
-    graphed.close()
-    x = setting.randn(4, 8)
-    for fn in (graphed, plain):
-        fn(x).sum().backward()
-        fn(x * 2).sum().backward()
-        fn.backward_dw()
-        fn.backward_dw()
-    same_grads(module, plain)
+    learn(graphed, module, plain, setting.randn(4, 8))
 
 
 def test_an_error_of_the_modules_own_is_raised(setting):
@@ -323,84 +358,7 @@ def test_a_module_inside_that_leaves_gradients_out_is_refused(setting):
         with pytest.raises(cgpass.errors.GraphedArgumentError, match="Record that one alone"):
             setting.graphed(fn, (setting.randn(4, 8),), modules=modules)
     graphed = setting.graphed(module.forward, (setting.randn(4, 8, grad=True),))
-    x = setting.randn(4, 8)
-    for fn in (graphed, plain):
-        fn(x).sum().backward()
-        fn.backward_dw()
-    same_grads(module, plain)
-
-
-class View(Split):
-    def forward(self, x):
-        return super().forward(x).view(2, 2, 8)
-
-
-def test_a_view_that_is_written_has_its_turn(setting):
-    graphed, module, plain = graphed_twins(setting, View(), grad=False)
-    for fn in (graphed, plain):
-        x = setting.randn(4, 8).fill_(0.5)
-        fn.eval()
-        hidden = fn(x)
-        hidden += 1
-        hidden.square().sum().backward()
-        fn.train()
-        fn.weight.data = fn.weight.data.clone()
-        fn(x)  # would be recorded
-        fn.backward_dw()
-    same_grads(module, plain)
-
-
-class KeepsWeight(Split):
-    """What is due holds the weight itself."""
-
-    def backward_dw(self):
-        grad, x, weight = self.later.pop(0)
-        made = grad.t() @ x
-        weight.grad = made if weight.grad is None else weight.grad + made
-
-
-@pytest.mark.parametrize("resets", [False, True])
-def test_weights_of_a_backward_that_lost_its_graph(setting, resets):
-    graphed, module, plain = graphed_twins(setting, KeepsWeight(), grad=False)
-    x = setting.randn(4, 8)
-    for fn in (graphed, plain):
-        out = fn(x)
-        fn.weight.data = fn.weight.data.clone()
-        if resets and fn is graphed:
-            fn.reset()
-        out.sum().backward()
-        fn.backward_dw()
-    same_grads(module, plain)
-
-
-def test_a_backward_that_moved_there_and_back(setting):
-    graphed, module, plain = graphed_twins(setting, Split(), grad=False)
-    x = setting.randn(4, 8)
-    home = module.weight.data
-    for fn in (graphed, plain):
-        out = fn(x).sum()
-        for moves in (True, False):
-            if fn is graphed:
-                module.weight.data = home.clone() if moves else home
-            out.backward(retain_graph=True)
-            fn.backward_dw()
-    same_grads(module, plain)
-
-
-def test_a_recording_leaves_alone_what_is_due(setting):
-    graphed, module, plain = graphed_twins(setting, Split(), grad=False)
-    x = setting.randn(4, 8)
-    for fn in (graphed, plain):
-        out = fn(x)
-        if fn is graphed:
-            fn.reset()
-        out.sum().backward()
-        fn(x * 2)
-        fn.backward_dw()
-    same_grads(module, plain)
-    recordings = graphed.graphed.stats.recordings
-    same(graphed(x), plain(x))
-    assert graphed.graphed.stats.recordings > recordings
+    learn(graphed, module, plain, setting.randn(4, 8))
 
 
 def test_another_module_of_its_class_makes_its_own(setting):
@@ -408,57 +366,10 @@ def test_another_module_of_its_class_makes_its_own(setting):
     other, plain = twins(setting, type(graphed)())
     x = setting.randn(4, 8)
     graphed(x).sum().backward()
-    for fn in (other, plain):
-        fn(x).sum().backward()
-        fn.backward_dw()
-    same_grads(other, plain)
+    learn(other, other, plain, x)
     assert module.weight.grad is None
     graphed.backward_dw()
     assert module.weight.grad is not None
-
-
-def run(fns, module, xs, steps, *, weight_grads=()):
-    """Gradients of inputs and parameters; `weight_grads`: what makes those that were split off, after each backward."""
-    module.zero_grad()
-    inputs = [x.clone().requires_grad_() for x in xs]
-    losses = {}
-    for step in steps:
-        kind, number = step[0], int(step[1:])
-        if kind == "f":
-            losses[number] = fns[number](inputs[number]).square().sum()
-        elif kind == "b":
-            losses[number].backward()
-        elif weight_grads:
-            weight_grads[number]()
-    return [x.grad for x in inputs]
-
-
-@pytest.mark.parametrize(
-    "steps",
-    [
-        ["f0", "b0", "w0", "f1", "f2", "b1", "w1", "b2", "w2"],
-        ["f0", "f1", "f2", "b0", "b1", "b2", "w0", "w1", "w2"],
-        ["f0", "b0", "f1", "f2", "b1", "b2", "w0", "w1", "w2"],
-    ],
-    ids=["as recorded", "forwards first", "weights last"],
-)
-def test_weight_gradients_that_come_late(setting, steps):
-    module, plain = twins(setting, Split())
-    plain.split = False
-    graphed = setting.graphed(
-        (module,),
-        tuple((setting.randn(4, 8, grad=True),) for _ in range(3)),
-        order=[1, -1, 1, 1, -1, -1],
-    )
-    late = [fn.backward_dw for fn in graphed]
-    for _ in range(2):
-        xs = setting.randn(3, 4, 8)
-        found = run(graphed, module, xs, steps, weight_grads=late)
-        expected = run([plain] * 3, plain, xs, steps)
-        for a, b in zip(found, expected, strict=True):
-            same(a, b)
-        same(module.bias.grad, plain.bias.grad)
-        torch.testing.assert_close(module.weight.grad, plain.weight.grad)
 
 
 def test_a_second_backward_comes_after_what_the_first_left(setting):
@@ -484,8 +395,4 @@ def test_graphs_that_are_freed_before_the_weights_gradients(setting):
     ):
         graphed.backward_dw()
     module.zero_grad()
-    x = setting.randn(4, 8)
-    for fn in (graphed, plain):
-        fn(x).sum().backward()
-        fn.backward_dw()
-    same_grads(module, plain)
+    learn(graphed, module, plain, setting.randn(4, 8))
