@@ -113,11 +113,11 @@ def step(fn, *args, **kwargs):
     return out.detach(), [a.grad for a in args if isinstance(a, torch.Tensor)]
 
 
-def check(setting, found, expected, calls=1, *, shape=(4, 8), grad=True):
+def check(setting, found, expected, calls=1, *, shape=(4, 8), grad=True, **kwargs):
     """Steps of a module, or of a function, and of its twin have the same results and gradients."""
     for _ in range(calls):
         x = setting.randn(*shape, grad=grad)
-        (a, (mine,)), (b, (wanted,)) = step(found, x), step(expected, x)
+        (a, (mine,)), (b, (wanted,)) = step(found, x, **kwargs), step(expected, x, **kwargs)
         same(a, b)
         if wanted is not None:
             same(mine, wanted)

@@ -87,12 +87,7 @@ def test_a_flag_that_says_when_weights_are_cached(setting):
     sample = setting.randn(2, 4, grad=True)
     graphed = setting.graphed(module, (sample,), {"is_first_microbatch": True})
     for number in range(8):
-        x, first = setting.randn(2, 4, grad=True), number % 4 == 0
-        found, expected = [each(x, is_first_microbatch=first) for each in (graphed, plain)]
-        same(found, expected)
-        found.square().sum().backward()
-        expected.square().sum().backward()
-        same_grads(module, plain)
+        check(setting, graphed, plain, shape=(2, 4), is_first_microbatch=number % 4 == 0)
         if number % 4 == 3:
             for each in (module, plain):
                 with torch.no_grad():
@@ -102,7 +97,7 @@ def test_a_flag_that_says_when_weights_are_cached(setting):
     for strange in (None, 1, "yes"):
         message = r"kwargs\['is_first_microbatch'\] was True when"
         with pytest.raises(cgpass.errors.InputError, match=message):
-            graphed(x, is_first_microbatch=strange)
+            graphed(sample, is_first_microbatch=strange)
 
 
 def test_tensors_that_do_not_fit_are_refused(setting):

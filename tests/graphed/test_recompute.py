@@ -134,22 +134,27 @@ def test_torchs_checkpoints_are_refused(setting, reentrant):
         setting.graphed(forward, (setting.randn(4, grad=True),))
 
 
-def test_a_call_inside_of_the_fork_that_it_has_inside(setting, caplog):
-    trackers = trackers_of(setting)
+def drawing(setting, x):
+    """Trackers and functions that draw in their forks, the first of them graphed."""
 
-    def build(tracker):
+    def draws(tracker):
         def fn(x):
             with tracker.fork("a"):
-                return torch.nn.functional.dropout(x.sin(), 0.5)
+                return F.dropout(x, 0.5)
 
         return fn
 
+    trackers = trackers_of(setting)
+    graphed = setting.graphed(draws(trackers[0]), (x,), rng_tracker=trackers[0])
+    return trackers, (graphed, draws(trackers[1]))
+
+
+def test_a_call_inside_of_the_fork_that_it_has_inside(setting, caplog):
     x = setting.randn(4, 8, grad=True)
-    graphed = setting.graphed(build(trackers[0]), (x,), rng_tracker=trackers[0])
-    plain = build(trackers[1])
+    trackers, fns = drawing(setting, x)
     for inside in (False, True, False):
         found = []
-        for fn, tracker in zip((graphed, plain), trackers, strict=True):
+        for fn, tracker in zip(fns, trackers, strict=True):
             torch.manual_seed(5)
             with tracker.fork("a") if inside else contextlib.nullcontext():
                 found.append((fn(x), torch.rand(3, device=setting.device)))
@@ -160,10 +165,8 @@ def test_a_call_inside_of_the_fork_that_it_has_inside(setting, caplog):
 
 def test_states_that_replace_those_of_a_tracker(setting, caplog):
     """As Megatron does to seed a training anew."""
-    trackers = trackers_of(setting)
-    fns = [lambda x, t=t: drawn(t, x) for t in trackers]
     x = setting.randn(4, 8, grad=True)
-    fns[0] = setting.graphed(fns[0], (x,), rng_tracker=trackers[0])
+    trackers, fns = drawing(setting, x)
     for change in ("", "replaced", "reset"):
         for tracker in trackers if change == "replaced" else ():
             tracker.reset()
@@ -174,11 +177,6 @@ def test_states_that_replace_those_of_a_tracker(setting, caplog):
         same(*(tracker.generators["a"].get_state() for tracker in trackers))
     assert caplog.text.count("states of its rng_tracker were replaced") == 1
     assert (fns[0].stats.plain_calls, fns[0].stats.replays) == (1, 2)
-
-
-def drawn(tracker, x):
-    with tracker.fork("a"):
-        return F.dropout(x, 0.5)
 
 
 def test_each_backward_rewinds_to_its_own_forward(setting):

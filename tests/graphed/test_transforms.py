@@ -24,17 +24,16 @@ class Doubles(TorchFunctionMode):
         return func(*args, **(kwargs or {})) * factor
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        lambda fn, x: torch.func.grad(lambda x: fn(x).sum())(x),
-        lambda fn, x: torch.vmap(fn)(torch.stack([x, 2 * x])),
-        lambda fn, x: torch.func.jacrev(fn)(x),
-        lambda fn, x: torch.func.jvp(fn, (x,), (x,))[1],
-        lambda fn, x: jvp_of(fn, x, 2 * x),
-    ],
-    ids=["grad", "vmap", "jacrev", "jvp", "dual"],
-)
+TRANSFORMS = {
+    "grad": lambda fn, x: torch.func.grad(lambda x: fn(x).sum())(x),
+    "vmap": lambda fn, x: torch.vmap(fn)(torch.stack([x, 2 * x])),
+    "jacrev": lambda fn, x: torch.func.jacrev(fn)(x),
+    "jvp": lambda fn, x: torch.func.jvp(fn, (x,), (x,))[1],
+    "dual": lambda fn, x: jvp_of(fn, x, 2 * x),
+}
+
+
+@pytest.mark.parametrize("way", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_transforms(setting, way, caplog):
     graphed = setting.graphed(torch.sin, (setting.randn(3, grad=True),))
     x = setting.randn(3)

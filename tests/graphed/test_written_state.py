@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import cgpass
-from tests.graphed.steps import graphed_twins, same, same_grads, step, twins
+from tests.graphed.steps import check, graphed_twins, same, step, twins
 from tests.usage.programs import state
 
 WAYS = {
@@ -43,8 +43,7 @@ def test_what_a_forward_writes_is_put_back_and_then_written_by_calls(setting, wa
         if number == 1:
             for each in (module, plain):
                 each.inner.weight.data = each.inner.weight.data * 5
-        x = setting.randn(4, 8, grad=True)
-        same(step(graphed, x)[0], step(plain, x)[0])
+        check(setting, graphed, plain)
         for a, b in zip(state(module), state(plain), strict=True):
             same(a, b)
 
@@ -188,10 +187,7 @@ class Moves(Assigns):
 def test_members_that_only_move_are_no_new_values(setting):
     graphed, module, plain = graphed_twins(setting, Moves())
     for _ in range(3):
-        x = setting.randn(4, 8)
-        for fn in (graphed, plain):
-            fn(x).square().sum().backward()
-        same_grads(module, plain)
+        check(setting, graphed, plain, grad=False)
         with torch.no_grad():
             for each in (module, plain):
                 each.inner.weight.mul_(0.9)

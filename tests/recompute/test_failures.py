@@ -14,7 +14,7 @@ from cgpass.errors import (
     RNGTrackerError,
 )
 from cgpass.recompute import api, checkpointed
-from tests.graphed.test_transforms import jvp_of
+from tests.graphed.test_transforms import TRANSFORMS
 from tests.recompute.steps import tensor, tracker_of
 
 OPTIONS = {"driver": "simulated", "compiler": "eager"}
@@ -182,15 +182,7 @@ def test_a_graph_without_a_gpu(monkeypatch):
         cgpass.CheckpointedGraph()
 
 
-TRANSFORMS = {
-    "vmap": lambda fn, x: torch.vmap(fn)(x),
-    "grad": lambda fn, x: torch.func.grad(lambda x: fn(x).sum())(x),
-    "jvp": lambda fn, x: torch.func.jvp(fn, (x,), (x,))[1],
-    "forward-mode AD": lambda fn, x: jvp_of(fn, x, x),
-}
-
-
-@pytest.mark.parametrize("transform", list(TRANSFORMS))
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_transforms_run_the_function_plainly(transform, caplog):
     x = tensor(4, 3)
     api._warn_once.cache_clear()
@@ -199,8 +191,8 @@ def test_transforms_run_the_function_plainly(transform, caplog):
         return cgpass.checkpoint(lambda x: x.sin().exp(), x)
 
     for _ in range(2):
-        found = TRANSFORMS[transform](checkpointed, x)
-        assert torch.equal(found, TRANSFORMS[transform](lambda x: x.sin().exp(), x))
+        found = transform(checkpointed, x)
+        assert torch.equal(found, transform(lambda x: x.sin().exp(), x))
     (record,) = caplog.records
     assert record.getMessage() == (
         "cgpass.checkpoint: inside transforms of torch.func and forward-mode AD the function runs as it is: nothing is "
