@@ -510,12 +510,10 @@ def called_with(fn, *makers, count=8, **kwargs):
 
     def program(session):
         call = session.compile(fn, **kwargs)
-        values = []
         for number in range(count):
             inputs = makers[number % len(makers)](session)
             outputs = call(*inputs)
-            values += inputs
-            values += outputs if isinstance(outputs, (tuple, list)) else [outputs]
-        return values
+            yield inputs
+            yield outputs if isinstance(outputs, (tuple, list)) else [outputs]
 
     return program

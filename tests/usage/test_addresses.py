@@ -35,14 +35,13 @@ def test_a_known_set_of_parameters_replays_at_once(setting):
 
 def moved_in_every_call(session):
     module, call = session.compiled(MLP)
-    kept, values = [], []
+    kept = []
     with torch.no_grad():
         for batch in session.batches(4, 8, count=12):
             for parameter in module.parameters():
                 kept.append(parameter.data)
                 parameter.data = parameter.data * 0.99
-            values.append(call(batch))
-    return values
+            yield [call(batch)]
 
 
 def test_what_moves_in_every_call_is_copied_for_good(setting, caplog):
@@ -299,22 +298,15 @@ def test_a_call_whose_own_input_is_moved_to_make_room_is_not_recorded_at_its_old
 
     def program(session):
         module, call = session.compiled(Model, dynamic=False)
-        values = []
-        first, other = module.a.data, module.a.data * 0.5
-
-        def calls(count):
-            for _ in range(count):
-                values.extend(t.clone() for t in call(session.randn(3, 6)))
-
+        first, other, b = module.a.data, module.a.data * 0.5, module.b.data
         with torch.no_grad():
-            calls(3)
-            module.a.data = other
-            calls(3)
-            module.a.data = first
-            kept = module.b.data
-            module.b.data = kept.clone()
-            calls(4)
-        return values
+            for number in range(10):
+                if number == 3:
+                    module.a.data = other
+                if number == 6:
+                    module.a.data = first
+                    module.b.data = b.clone()
+                yield [t.clone() for t in call(session.randn(3, 6))]
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         setting.compare(program, min_partition_ops=1, on_skip="silent")
@@ -334,11 +326,9 @@ class Large(nn.Module):
 def test_a_large_parameter_that_is_new_in_every_call_runs_without_a_graph(way, caplog):
     def program(session):
         module, call = session.compiled(lambda: Large().requires_grad_(False))
-        values = []
         for _ in range(20):
             module.large.weight = nn.Parameter(module.large.weight * 0.9, requires_grad=False)
-            values.append(call(session.randn(4, 8)).clone())
-        return values
+            yield [call(session.randn(4, 8)).clone()]
 
     counters = way.compare(program, max_copied_mib=1)
     (message,) = caplog.messages

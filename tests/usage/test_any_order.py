@@ -20,42 +20,34 @@ ways = Ways()
 def interleaved(session):
     """A pipeline: every backward comes one step after the next forward."""
     module, call = session.compiled(Block)
-    values, before = [], None
+    before = None
     for batch in session.batches(2, 6, 16, count=10):
         out = call(batch)
         if before is not None:
             before.square().mean().backward()
-            values += [before.detach(), *gradients(module)]
+            yield [before.detach(), *gradients(module)]
             module.zero_grad(set_to_none=True)
         before = out
-    return values
+
+
+def retained(session, since=0):
+    """Backwards run twice, at first or only after one was recorded that may write on what the forward saved."""
+    module, call = session.compiled(MLP)
+    for number, batch in enumerate(session.batches(4, 8)):
+        loss = call(batch).square().mean()
+        if number >= since:
+            loss.backward(retain_graph=True)
+        loss.backward()
+        yield gradients(module)
+
+
+def graph_retained_later(session):
+    return retained(session, since=3)
 
 
 # both backwards of the warmed up forward find its saved tensors outside the pool: they warm up
-@ways(counts={**steady(2, warmups=3), "calls": 8 + 16})
-def retained_graph(session):
-    module, call = session.compiled(MLP)
-    values = []
-    for batch in session.batches(4, 8):
-        loss = call(batch).square().mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        values += gradients(module)
-    return values
-
-
-@ways(settings=ALL)
-def graph_retained_later(session):
-    """Backwards run twice only after one was recorded that may write on what the forward saved."""
-    module, call = session.compiled(MLP)
-    values = []
-    for number, batch in enumerate(session.batches(4, 8)):
-        loss = call(batch).square().mean()
-        if number >= 3:
-            loss.backward(retain_graph=True)
-        loss.backward()
-        values += gradients(module)
-    return values
+ways.add({"retained graph": retained}, counts={**steady(2, warmups=3), "calls": 8 + 16})
+ways.add({"graph retained later": graph_retained_later}, settings=ALL)
 
 
 @ways(replays="some")
@@ -125,15 +117,12 @@ def test_orders_and_hooks(way, program):
 def test_more_forwards_than_may_be_pending_run_without_a_graph(way, caplog):
     def program(session):
         module, call = session.compiled(MLP)
-        values = []
         for _ in range(20):
             losses = [call(session.randn(4, 8)).square().mean() for _ in range(7)]
             for loss in losses[::2] + losses[1::2]:
                 loss.backward()
-            values += [*losses, *gradients(module)]
-            values = [value.detach().clone() for value in values]
+            yield [value.detach().clone() for value in (*losses, *gradients(module))]
             module.zero_grad()
-        return values
 
     counters = way.compare(program, max_pending_calls=4)
     (message,) = caplog.messages

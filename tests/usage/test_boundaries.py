@@ -24,7 +24,6 @@ from tests.usage.programs import (
     assert_replays,
     assert_steady,
     counted,
-    gradients,
     learn,
 )
 
@@ -89,12 +88,10 @@ def twice(session):
 def backward_that_checks(session):
     """The backward of `eigvals` checks for errors of the solver, which torch orders as an effect."""
     call = session.compile(lambda x: (torch.linalg.eigvals((x * 2).sin()).real.sum() * x).sin())
-    results = []
     for x in session.batches(4, 4, count=4):
         x.requires_grad_()
         call(x).sum().backward()
-        results.append(x.grad)
-    return results
+        yield [x.grad]
 
 
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
@@ -129,13 +126,9 @@ class Whitened(torch.nn.Module):
 def test_effects_in_a_forward_with_parameters(way, check):
     def program(session):
         module, call = session.compiled(Whitened)
-        values = []
         for x in session.batches(9, 8, count=8):
             loss, z = call(x)
-            loss.backward()
-            values += [loss.detach(), z.detach(), *[p.grad.clone() for p in module.parameters()]]
-            module.zero_grad()
-        return values
+            yield [z.detach(), *learn(module, loss)]
 
     counters = way.compare(program, static_input_check=check)
     assert counters["warmups"] == counters["partitions_captured"]
@@ -169,12 +162,10 @@ def before_and_after(op):
             return (op((x.sin() + 1).cos()) + 1).exp().tanh()
 
         call = session.compile(fn)
-        results = []
         for x in session.batches(8, 8, count=4):
             x.requires_grad_()
             call(x).sum().backward()
-            results += [x.grad, call(x.detach())]
-        return results
+            yield [x.grad, call(x.detach())]
 
     return program
 
@@ -310,12 +301,11 @@ class Everything(nn.Module):
 def test_a_failed_capture_leaves_inputs_and_random_numbers_alone(setting):
     def program(session):
         module, call = session.compiled(Everything)
-        states, values = [session.randn(4, 8) for _ in range(2)], []
+        states = [session.randn(4, 8) for _ in range(2)]
         with torch.no_grad():
             for number, x in enumerate(session.batches(4, 8, count=10)):
-                values += call(x, states[number % 2])
-                values += [s.clone() for s in (*states, module.seen, module.count)]
-        return values
+                yield call(x, states[number % 2])
+                yield [s.clone() for s in (*states, module.seen, module.count)]
 
     counters = setting.compare(program)
     assert (counters["partitions_captured"], counters["partitions_eager"]) == (2, 1)
@@ -339,12 +329,12 @@ def limit():
 def test_where_torch_may_compile_no_more_it_runs_plainly(setting, caplog, forbids):
     def program(session):
         _, call = session.compiled(lambda: Around(fails))
-        x, values = session.randn(4, 8), []
+        x = session.randn(4, 8)
         with torch.no_grad():
-            values.append(call(x).clone())
+            yield [call(x).clone()]
             with forbids():
-                values += [call(x).clone() for _ in range(3)]
-            return [*values, call(x).clone()]
+                yield [call(x).clone() for _ in range(3)]
+            yield [call(x).clone()]
 
     counters = setting.compare(program)
     assert (counters["graphs"], counters["recordings"], counters["plain_calls"]) == (1, 0, 4)
@@ -554,7 +544,6 @@ def fails_in_call(number, steps=8):
 
     def program(session):
         module, call = session.compiled(Model)
-        values = []
         for step, x in enumerate(session.batches(4, 8, count=steps)):
             if step == number:
                 error = UsersError("mine")
@@ -565,11 +554,8 @@ def fails_in_call(number, steps=8):
                 DUE.clear()
             else:
                 out = call(x)
-                out.sum().backward()
-                values += [out.detach().clone(), *gradients(module)]
-            values += [module.seen.clone()]
-            module.zero_grad()
-        return values
+                yield [out.detach().clone(), *learn(module, out.sum())]
+            yield [module.seen.clone()]
 
     return program
 
@@ -598,15 +584,13 @@ def out_of_memory(times, *, reset_before=None):
 
     def program(session):
         _, call = session.compiled(Model)
-        values = []
         for number, x in enumerate(session.batches(4, 8)):
             if number == 1 and session.options["driver"] != "none":
                 text = "CUDA out of memory. Tried to allocate 1 GiB"
                 ONCE.extend(torch.OutOfMemoryError(text) for _ in range(times))
             if number == reset_before:
                 cgpass.reset()
-            values.append(call(x).clone())
-        return values
+            yield [call(x).clone()]
 
     return program
 

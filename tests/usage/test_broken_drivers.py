@@ -128,17 +128,15 @@ def order_of_captures_ignored(patch):
 def outputs_held_over_the_backward(session):
     """Outputs are dropped before the backward in the first steps and held over it later."""
     module, call = session.compiled(Block)
-    values = []
     for number, batch in enumerate(session.batches(2, 6, 16)):
         out = call(batch)
         loss = out.sum()
         if number < 3:
             del out
         loss.backward()
-        values += programs.gradients(module)
+        yield programs.gradients(module)
         if number >= 3:
-            values.append(out)
-    return values
+            yield [out]
 
 
 BROKEN = [

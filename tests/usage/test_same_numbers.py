@@ -234,14 +234,13 @@ def steps(fn):
     def program(session):
         layer, _ = session.compiled(lambda: nn.Linear(8, 8))
         call = session.compile(lambda x: fn(layer(x)))
-        results = []
         for lengths in [(3, 4)] * 6 + [(4, 3)] * 3 + [(5, 3, 1)] * 3:
             x = jagged(session, *lengths)
             result, *others = torch.utils._pytree.tree_leaves(call(x))
             assert result.shape[0] == x.shape[0]
             (result + result.sin()).values().sum().backward()
-            results += [result.values(), result.offsets(), x.grad.values(), *others]
-        return [*results, layer.weight.grad]
+            yield [result.values(), result.offsets(), x.grad.values(), *others]
+        yield [layer.weight.grad]
 
     return program
 
@@ -256,15 +255,13 @@ def test_new_offsets_of_equal_sizes_replay(way, name):
 def test_results_go_together_with_the_very_input_of_the_call(slow_way):
     def program(session):
         call = session.compile(lambda x: F.gelu(x.sin()) * 2)
-        results = []
         for _ in range(5):
             x = jagged(session, 3, 4)
             result = call(x)
             assert result.shape[1] == x.shape[1]
-            results.append((result + x).values().detach())
+            yield [(result + x).values().detach()]
             with pytest.raises(RuntimeError, match=r"shape|ragged"):
                 result + jagged(session, 3, 4)
-        return results
 
     counters = slow_way.compare(program, min_partition_ops=1)
     assert counters["replays"] == 4

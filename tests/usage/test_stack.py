@@ -90,7 +90,6 @@ def test_layers_that_share_code_have_no_placeholders_for_weights(way, training):
         others = runners()
         layers = session.module(lambda: nn.ModuleList(MLP(16, 1) for _ in range(80)))
         calls = [session.compile(layer) for layer in layers]
-        values = []
         for _ in range(6):
             x = session.randn(4, 16)
             with counted() as counters:
@@ -100,15 +99,14 @@ def test_layers_that_share_code_have_no_placeholders_for_weights(way, training):
                     loss = x.square().mean()
                 if training:
                     loss.backward()
-                    values += gradients(layers)
+                    yield gradients(layers)
                     layers.zero_grad()
-            values.append(loss.detach())
+            yield [loss.detach()]
             if session.options["driver"] == way.driver:
                 copied.append((counters["copied_bytes"], counters["replays"]))
         for runner in runners(others):
             for recording in runner.table.all():
                 inputs.append({*recording.copied_inputs} & {*runner.layout.checked})
-        return values
 
     counters = way.compare(program)
     assert copied[-1][1] == 80 * (1 + training), copied
@@ -132,12 +130,11 @@ def test_compiled_autograd(setting, make):
             loss.backward()
             return loss.detach()
 
-        call, values = session.compile(step), []
+        call = session.compile(step)
         with torch._dynamo.config.patch(compiled_autograd=True):
             for x in session.batches(4, 8, count=6):
-                values += [call(x).clone(), *gradients(module)]
+                yield [call(x).clone(), *gradients(module)]
                 module.zero_grad()
-        return values
 
     counters = setting.compare(program, on_skip="silent")
     assert counters["replays"] > 0
@@ -179,13 +176,11 @@ def test_calls_from_several_threads(setting, compiler, outputs):
 def test_backwards_run_in_the_calling_thread_or_in_autograds(way, first):
     def program(session):
         module, call = session.compiled(lambda: Block(dropout=0.1))
-        values = []
         for number, batch in enumerate(session.batches(2, 4, 16, count=9)):
             # first recorded in one of them, then in turn
             own = first if number < 4 else number % 2 == 0
             with torch.autograd.set_multithreading_enabled(own):
-                values += sgd_step(module, call, batch)
-        return values
+                yield sgd_step(module, call, batch)
 
     counters = way.compare(program)
     assert_replays(counters)
@@ -195,17 +190,15 @@ def test_backwards_run_in_the_calling_thread_or_in_autograds(way, first):
 def test_training_steps_take_turns_between_threads(way):
     def program(session):
         module, call = session.compiled(MLP)
-        values = []
         for batch in session.batches(4, 8, count=9):
+            outs = []
 
-            def step(batch=batch, values=values):
-                out = call(batch)
-                out.square().mean().backward()
-                values.append(out.detach())
+            def step(batch=batch, outs=outs):
+                outs.append(call(batch))
+                outs[0].square().mean().backward()
 
             in_threads(step)
-            values += [p.grad.clone() for p in module.parameters()]
-        return values
+            yield [outs[0].detach(), *gradients(module)]
 
     counters = way.compare(program)
     assert counters["replays"] > 0
@@ -275,15 +268,14 @@ def function(x):
 @pytest.mark.parametrize("outputs", ["shared", "owned"])
 def test_gradients_are_batched(way, order, outputs, caplog):
     def program(session):
-        call, values = session.compile(function), []
+        call = session.compile(function)
         for kind in order + "pp":
             x = session.randn(4).requires_grad_()
             if kind == "b":
                 rows = torch.eye(4, device=session.device)
-                values += torch.autograd.grad(call(x), x, rows, is_grads_batched=True)
+                yield torch.autograd.grad(call(x), x, rows, is_grads_batched=True)
             else:
-                values += torch.autograd.grad(call(x).sum(), x)
-        return values
+                yield torch.autograd.grad(call(x).sum(), x)
 
     if way.compiler == "inductor":
         pytest.skip("Inductor's kernels take no batched tensors, graphs or not")
