@@ -87,14 +87,10 @@ def test_a_model_moves_to_the_other_device():
     def program(driver):
         module, call = made(FIRST, driver)
         values = []
-        for x in inputs(FIRST):
-            values += step(module, call, x)
-        module.to(SECOND)
-        for x in inputs(SECOND):
-            values += step(module, call, x)
-        module.to(FIRST)
-        for x in inputs(FIRST, 3):
-            values += step(module, call, x)
+        for device, count in ((FIRST, 8), (SECOND, 8), (FIRST, 3)):
+            module.to(device)
+            for x in inputs(device, count):
+                values += step(module, call, x)
         return values
 
     compare(program)
