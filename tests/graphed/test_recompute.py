@@ -60,8 +60,7 @@ def test_a_transformer_trained_as_eager_does(setting, way):
             optimizer.step()
             optimizer.zero_grad()
         losses.append([*found, *(p.detach() for p in each.parameters()), rng_state(setting.device)])
-    for a, b in zip(*losses, strict=True):
-        same(a, b)
+    same(*losses)
     assert {g.stats.plain_calls for g in graphs} == {0}
     assert {g.stats.recordings for g in graphs} == {2}
     assert losses[0][-2].isfinite().all()
@@ -120,8 +119,7 @@ def test_a_tracker_of_states(setting):
     ours, others = trackers = trackers_of(setting)
     graphed = setting.graphed(build(ours), (setting.randn(4, 8, grad=True),), rng_tracker=ours)
     check(setting, graphed, build(others), 3)
-    for a, b in zip(*(t.generators.values() for t in trackers), strict=True):
-        same(a.get_state(), b.get_state())
+    same(*([each.get_state() for each in t.generators.values()] for t in trackers))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -158,8 +156,7 @@ def test_a_call_inside_of_the_fork_that_it_has_inside(setting, caplog):
             torch.manual_seed(5)
             with tracker.fork("a") if inside else contextlib.nullcontext():
                 found.append((fn(x), torch.rand(3, device=setting.device)))
-        for a, b in zip(*found, strict=True):
-            assert torch.equal(a, b)
+        same(*found)
     assert caplog.text.count("the fork of its rng_tracker, is another") == 1
 
 

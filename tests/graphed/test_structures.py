@@ -33,8 +33,7 @@ def test_nodes_without_names_for_their_children(setting):
     graphed = setting.graphed(of(module), (sample,), {"scale": 2.0}, modules=(module,))
     given = Pair(setting.randn(4, 8), setting.randn(3))
     found, expected = graphed(given, scale=2.0), of(plain)(given, scale=2.0)
-    for a, b in ((found.first, expected.first), (found.second, expected.second)):
-        same(a, b)
+    same((found.first, found.second), (expected.first, expected.second))
     for result in (found, expected):
         result.first.square().sum().backward()
     same_grads(module, plain)
@@ -83,8 +82,7 @@ def test_views_of_arguments_that_are_laid_out_otherwise(setting, requires_grad, 
     ):
         x, y = (laid_out.detach().requires_grad_(requires_grad) for _ in range(2))
         found, wanted = graphed(x), fn(y)
-        for a, b in zip(found, wanted, strict=True):
-            same(a, b)
+        same(found, wanted)
         if requires_grad:
             found[1].square().sum().backward()
             wanted[1].square().sum().backward()
@@ -135,6 +133,5 @@ def test_a_parameter_as_a_result_and_results_without_a_history(setting):
         assert (given.requires_grad, weight.requires_grad) == (False, False)
         ((y + bias) * given + weight.sum()).square().sum().backward()
         found.append((y, x.grad))
-    for a, b in zip(*found, strict=True):
-        same(a, b)
+    same(*found)
     same_grads(module, plain)

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as torchs
 
 import cgpass
+from tests.graphed.steps import same
 
 
 def plain(fn, *args, **kwargs):
@@ -52,13 +53,6 @@ def step(program, checkpoint, *, device="cpu", **kwargs):
     found = [x.grad, *(p.grad for p in model.parameters())]
     state = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
     return [*found, *results, state]
-
-
-def same(left, right):
-    assert len(left) == len(right)
-    for i, (a, b) in enumerate(zip(left, right, strict=True)):
-        assert (a is None) == (b is None), i
-        assert a is None or torch.equal(a, b), i
 
 
 def check(program, *, against=(torchs, plain), **kwargs):

@@ -71,18 +71,22 @@ def program(seed, checkpoint):
     return fn, [x, w]
 
 
+def same_results(ways, *args):
+    """Also of the random numbers behind them."""
+    for seed in range(3):
+        found = []
+        for way in ways:
+            torch.manual_seed(seed)
+            found.append([*(value.clone() for value in way([*args])), torch.rand(3)])
+        for other in found[1:]:
+            same(found[0], other)
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_replays_are_bitwise_eager(seed):
     fn, inputs = program(seed, cgpass.checkpoint)
     graph, outputs = SimulatedDriver().record(fn, inputs, opaque=False)
-    for start in (0, 1):
-        found = []
-        for compute in (program(seed, plain)[0], fn, lambda args: graph.replay() or outputs):
-            torch.manual_seed(start)
-            results = [value.clone() for value in compute([])]
-            found.append([*results, torch.rand(3)])
-        same(found[0], found[1])
-        same(found[0], found[2])
+    same_results([program(seed, plain)[0], fn, lambda args: graph.replay() or outputs])
 
 
 RECOMPUTED = {
@@ -131,10 +135,4 @@ def test_a_checkpoint_inside_of_a_selective_one(outer, policy):
     if outer == "cgpass":
         graph, outputs = SimulatedDriver().record(ours, [x], opaque=False)
         ways.append(lambda args: graph.replay() or outputs)
-    for seed in range(3):
-        found = []
-        for way in ways:
-            torch.manual_seed(seed)
-            found.append([*(value.clone() for value in way([x])), torch.rand(3)])
-        for other in found[1:]:
-            same(found[0], other)
+    same_results(ways, x)
