@@ -11,3 +11,11 @@ MARKS = [
     pytest.mark.filterwarnings("default"),
     *([pytest.mark.gpu] if DEVICE.type == "cuda" else []),
 ]
+
+
+def on_side_stream(fn):
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        fn()
+    torch.cuda.current_stream().wait_stream(stream)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 def by_hand(fn, *sample, backward=False):
     """The recipe of torch's documentation: static inputs, a warm-up on a side stream, a capture."""
     x = sample[0].detach().clone()
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph()
 
     def run():
         y = fn(x)
@@ -28,10 +28,7 @@ def by_hand(fn, *sample, backward=False):
             y.sum().backward()
         return y
 
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
+    harness.on_side_stream(run)
     for parameter in getattr(fn, "parameters", list)():
         parameter.grad = None
     with torch.cuda.graph(graph):

@@ -8,17 +8,10 @@ import torch.nn.functional as F
 
 import cgpass
 from cgpass.recompute.states import CheckpointStates
+from tests.gpu.harness import on_side_stream
 from tests.recompute.steps import plain, tracker_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
-
-
-def on_side_stream(fn):
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        fn()
-    torch.cuda.current_stream().wait_stream(stream)
 
 
 class Captured:

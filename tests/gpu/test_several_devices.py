@@ -45,10 +45,10 @@ def inputs(device, count=8):
 def compare(program):
     torch.compiler.reset()
     with deterministic(), counted() as counters:
-        ours = program("cuda")
+        ours = [value for step in program("cuda") for value in step]
     torch.compiler.reset()
     with deterministic():
-        plain = program("none")
+        plain = [value for step in program("none") for value in step]
     found = differences(ours, plain)
     assert not found, found[:5]
     assert_replays(counters)
@@ -57,12 +57,10 @@ def compare(program):
 def test_the_current_device_is_another_one():
     def program(driver):
         module, call = made(SECOND, driver)
-        values = []
         for number, x in enumerate(inputs(SECOND)):
             with torch.cuda.device(number % 2):
-                values += step(module, call, x)
+                yield step(module, call, x)
                 assert torch.cuda.current_device() == number % 2
-        return values
 
     compare(program)
 
@@ -70,15 +68,13 @@ def test_the_current_device_is_another_one():
 def test_one_feeds_the_other():
     def program(driver):
         (first, call), (second, call2) = (made(device, driver) for device in (FIRST, SECOND))
-        values = []
         for x in inputs(FIRST):
             out = call2(call(x).to(SECOND))
             out.square().mean().backward()
             for module in (first, second):
-                values += [p.grad.cpu() for p in module.parameters()]
+                yield [p.grad.cpu() for p in module.parameters()]
                 module.zero_grad(set_to_none=True)
-            values.append(out.detach().cpu())
-        return values
+            yield [out.detach().cpu()]
 
     compare(program)
 
@@ -86,12 +82,10 @@ def test_one_feeds_the_other():
 def test_a_model_moves_to_the_other_device():
     def program(driver):
         module, call = made(FIRST, driver)
-        values = []
         for device, count in ((FIRST, 8), (SECOND, 8), (FIRST, 3)):
             module.to(device)
             for x in inputs(device, count):
-                values += step(module, call, x)
-        return values
+                yield step(module, call, x)
 
     compare(program)
 
@@ -106,10 +100,7 @@ def test_a_thread_for_each_device():
 
         def work(device):
             torch.cuda.set_device(device)
-            values = []
-            for x in inputs(device, 12):
-                values += step(*models[device], x)
-            results[device] = values
+            results[device] = [step(*models[device], x) for x in inputs(device, 12)]
 
         in_threads(*(functools.partial(work, device) for device in models))
         return [*results[FIRST], *results[SECOND]]

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import cgpass
 from tests.recompute.steps import check, plain, same, step, tensor
+from tests.unit.runtime.leaves import Listed
 
 
 def structures(checkpoint, model, x):
@@ -94,27 +95,21 @@ def test_autocast_and_the_default_device_are_restored(cache):
 
 
 def test_selective_checkpointing():
-    ran = []
-
-    class Count(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            ran.append(str(func))
-            return func(*args, **kwargs or {})
-
-    save = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    aten, listed = torch.ops.aten, Listed()
+    save = functools.partial(create_selective_checkpoint_contexts, [aten.mm.default])
 
     def program(checkpoint, model, x):
         w = model[0].up.weight[:8]
         y = checkpoint(lambda x: F.dropout(torch.mm(torch.mm(x, w).sin(), w), 0.5).exp(), x)
-        ran.clear()
-        with Count():
+        listed.ops.clear()
+        with listed:
             y.sum().backward()
         return [y.detach()]
 
     check(program, context_fn=save)
     step(program, cgpass.checkpoint, context_fn=save)
-    assert "aten.sin.default" in ran
-    assert ran.count("aten.mm.default") == 4  # two products, two gradients each
+    assert aten.sin.default in listed.ops
+    assert listed.ops.count(aten.mm.default) == 4  # two products, two gradients each
 
 
 def test_saved_tensor_hooks_around_a_checkpoint_see_its_arguments():

@@ -194,7 +194,7 @@ def noting(program, driver, found):
 
 def assert_steady(counters, *, captured, eager=0, **more):
     """All that could be captured was captured, and every call but the warm-ups was a replay."""
-    expected = steady(captured, **more) | {"partitions_eager": eager}
+    expected = steady(captured, eager=eager, **more)
     assert {name: counters[name] for name in expected} == expected, counters
     assert_replays(counters)
 
@@ -217,10 +217,11 @@ def in_threads(*functions):
         assert not thread.is_alive(), "timed out after 120 s, waiting for a thread"
 
 
-def steady(captured, *, recordings=None, warmups=None):
+def steady(captured, *, eager=0, recordings=None, warmups=None):
     """Counters of a program as `assert_steady` wants them, for a table of which all replay."""
     return {
         "partitions_captured": captured,
+        "partitions_eager": eager,
         "recordings": recordings or captured,
         "warmups": warmups or captured,
         "rerecordings": 0,

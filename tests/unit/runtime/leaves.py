@@ -1,6 +1,7 @@
 """A function whose node leads to leaves and, behind another operator, to an input; to which leaves autograd comes."""
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cgpass.runtime import fast
 
@@ -48,3 +49,13 @@ class Function:
 
     def grads(self):
         return [leaf.grad for leaf in self.leaves]
+
+
+class Listed(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))

@@ -10,10 +10,9 @@ from array import array
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cgpass.runtime import fast
-from tests.unit.runtime.leaves import ALL, NUM, ONE, TWO, Function, randn, visits
+from tests.unit.runtime.leaves import ALL, NUM, ONE, TWO, Function, Listed, randn, visits
 
 
 def tensors(seed):
@@ -383,16 +382,6 @@ def test_backwards_that_come_to_all_leaves(how):
     assert len(seen) == (NUM + 1 if how == "hooked" else 0)
     if how == "mode":
         assert mode.ops.count(torch.ops.aten.detach.default) >= NUM
-
-
-class Listed(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.ops = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ops.append(func)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("call", ["next_functions", "grad", "backward", "all"])

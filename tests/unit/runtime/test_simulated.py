@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import threading
 import weakref
 
 import pytest
@@ -89,9 +88,7 @@ def test_host_reads_are_refused(driver, fn, opaque):
 
 def test_a_draw_of_another_thread_is_named(driver):
     def fn(x):
-        thread = threading.Thread(target=torch.rand, args=(1,))
-        thread.start()
-        thread.join()
+        in_threads(lambda: torch.rand(1))
         return [x + 1]
 
     with pytest.raises(RuntimeError, match="another thread drew from"):
