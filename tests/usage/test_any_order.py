@@ -30,7 +30,9 @@ def interleaved(session):
         before = out
 
 
-def retained(session, since=0):
+# both backwards of the warmed up forward find its saved tensors outside the pool: they warm up
+@ways(counts={**steady(2, warmups=3), "calls": 8 + 16})
+def retained_graph(session, since=0):
     """Backwards run twice, at first or only after one was recorded that may write on what the forward saved."""
     module, call = session.compiled(MLP)
     for number, batch in enumerate(session.batches(4, 8)):
@@ -41,13 +43,9 @@ def retained(session, since=0):
         yield gradients(module)
 
 
+@ways(settings=ALL)
 def graph_retained_later(session):
-    return retained(session, since=3)
-
-
-# both backwards of the warmed up forward find its saved tensors outside the pool: they warm up
-ways.add({"retained graph": retained}, counts={**steady(2, warmups=3), "calls": 8 + 16})
-ways.add({"graph retained later": graph_retained_later}, settings=ALL)
+    return retained_graph(session, since=3)
 
 
 @ways(replays="some")
