@@ -279,11 +279,10 @@ class TrainStep:
     # ---- pieces
 
     def _forward(self, call: "_Call", batch: _Args, named: dict[str, Any]) -> _Args:
-        if torch_private.num_dispatch_modes() or torch_private.is_off():
-            # Dynamo compiles nothing there, and raises
+        is_off = not self._variants and torch_private.is_off()
+        if is_off or torch_private.num_dispatch_modes():  # Dynamo compiles nothing, and raises
             off = "TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE turns torch.compile off"
-            mode = "a TorchDispatchMode is on; leave its block for the step"
-            call.why = off if torch_private.is_off() else mode
+            call.why = off if is_off else "a TorchDispatchMode is on; leave its block for the step"
             return self._fn(batch, named)
         self._too_often = self._too_often and torch_private.has_compiled(self._fn.__code__)
         why = self._why_broken
