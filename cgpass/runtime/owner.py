@@ -14,10 +14,10 @@ Note [Calls from several threads]
 
 Note [Models that were dropped]
     Dynamo keeps what it compiled for a model that is gone, since it serves others of its class, too. So an owner knows
-    weakly which modules the calls had that were recorded, and all recordings go with the last of these; while it is being
-    called or something captured, before another function's first recording. Where a model follows that was made after
-    all before were dropped, more may: as copies that live for a call, or losses. They often come to lie where the last one
-    lay, and replay. From then on recordings wait for another function's first one.
+    weakly which modules recorded calls had, and drops all recordings with the last of these; if it is being called just
+    then, or something captured, that waits until another owner makes its first recording. Where calls of other modules
+    are recorded afterwards, still more may come, as of a loss or a copy that is made for each call. They often lie where
+    the last one lay, and replay: from then on recordings always wait, until `release`.
 """
 
 import functools
@@ -116,7 +116,7 @@ class Owner:
             weakref.WeakKeyDictionary()
         )
         """Storages of what captured partitions returned in calls without a graph; True if these were warm-ups."""
-        _owners.add(self)
+        _owners[self] = None
 
     def enter_call(self, *, is_backward: bool = False) -> None:
         """Begin a call of the compiled function, with `lock` held. Autograd makes backwards on a thread of its own."""
@@ -222,9 +222,12 @@ class Owner:
         return len(self._pools) - 1
 
     def begin_recording(self, pool_index: int) -> dict[int, tuple[int, ...]]:
-        """Give memory that nobody holds back to the pool; returns `Recording.released` of the new recording."""
+        """Give memory that nobody holds back to the pool; returns `Recording.released` of the new recording.
+
+        The first one has other owners do what waits for it: see Note [Models that were dropped].
+        """
         if not self._captures:
-            for owner in list(_owners):
+            for owner in _all_owners():
                 owner.release_if_dropped()
         recordings = self._pools[pool_index].recordings
         for recording in recordings:
@@ -341,6 +344,7 @@ class Owner:
         if self.lock.acquire(blocking=False):
             try:
                 with torch_private.without_modes():  # in the middle of a trace, it may be
+                    self.driver.enter_call()  # what is held is copied behind the call that made it
                     self._drop_all()
             finally:
                 self.lock.release()
@@ -352,6 +356,8 @@ class Owner:
     def release(self) -> None:
         """Free every recording. Calls made afterwards warm up and record again, whatever failed or was used up before."""
         with self.lock:
+            self._modules, self._is_followed = {}, False
+            self.driver.enter_call()
             self._have_all_go([close for close, _ in self._members])
             self.driver.end_warm_ups()
 
@@ -381,19 +387,25 @@ class _Changing(Change):
         self._owner.start_anew()
 
 
+def _all_owners() -> list[Owner]:
+    """Those that live; other threads may make some meanwhile."""
+    return [owner for known in _owners.keyrefs() if (owner := known()) is not None]
+
+
 def _note_gone(owner: "weakref.ref[Owner]", _: "weakref.ref[torch.nn.Module]") -> None:
+    """A module of recorded calls is gone. See Note [Models that were dropped]."""
     known = owner()
     if known is not None and not known._is_followed and not sys.is_finalizing():
         known.release_if_dropped()
 
 
-_owners: "weakref.WeakSet[Owner]" = weakref.WeakSet()
+_owners: "weakref.WeakKeyDictionary[Owner, None]" = weakref.WeakKeyDictionary()
 """Owners are kept alive by the compiled functions that use them."""
 
 
 def release_all() -> None:
     """Free every recording of this process."""
-    for owner in list(_owners):
+    for owner in _all_owners():
         owner.release()
 
 
@@ -402,7 +414,7 @@ def release_idle() -> None:
 
     That call may be what is to be aborted, or wait for a lock that the caller has (Dynamo's own in its `reset`).
     """
-    for owner in list(_owners):
+    for owner in _all_owners():
         if owner.lock.acquire(blocking=False):
             try:
                 owner.release()

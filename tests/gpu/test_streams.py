@@ -1,5 +1,7 @@
 """Calls on several streams: what a slow stream still reads is not written, by a replay, a rescue or the allocator."""
 
+import gc
+
 import pytest
 import torch
 
@@ -82,6 +84,29 @@ def test_a_rescued_output_is_read_after_the_copy(call):
     torch.cuda.synchronize()
     assert torch.equal(copy, expected(1))
     assert counters["rescues"] == 1
+
+
+def test_what_a_dropped_model_returned_is_copied_behind_its_call():
+    first, second = streams()
+    module, x = torch.nn.Linear(64, 1024).cuda(), values(1)[:, :64].clone()
+    compiled = torch.compile(module, backend=cgpass.cgpass, options={"compiler": "eager"})
+    with torch.no_grad():
+        expected = module(x)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(first):
+            for _ in range(3):
+                compiled(x)
+            torch.cuda._sleep(SLOW)
+            out = compiled(x)
+    at = out.data_ptr()
+    with torch.cuda.stream(second):
+        del module, compiled
+        gc.collect()
+    with torch.cuda.stream(first):
+        copy = out.clone()
+    torch.cuda.synchronize()
+    assert out.data_ptr() != at
+    torch.testing.assert_close(copy, expected)
 
 
 def test_the_memory_of_a_rescued_output_is_not_given_away_while_it_is_read(call):
