@@ -90,14 +90,13 @@ def test_what_a_dropped_model_returned_is_copied_behind_its_call():
     first, second = streams()
     module, x = torch.nn.Linear(64, 1024).cuda(), values(1)[:, :64].clone()
     compiled = torch.compile(module, backend=cgpass.cgpass, options={"compiler": "eager"})
-    with torch.no_grad():
-        expected = module(x)
-        torch.cuda.synchronize()
-        with torch.cuda.stream(first):
-            for _ in range(3):
-                compiled(x)
-            torch.cuda._sleep(SLOW)
-            out = compiled(x)
+    expected = module(x).detach()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(first):
+        for _ in range(3):
+            compiled(x).sum().backward()
+        torch.cuda._sleep(SLOW)
+        out = compiled(x).detach()
     at = out.data_ptr()
     with torch.cuda.stream(second):
         del module, compiled
