@@ -36,7 +36,7 @@ _TWICE_WITHOUT_DETERMINISM = (
     "generated during the forward function while torch.use_deterministic_algorithms(False) was set."
 )
 
-_WRAPPED = "a result is an input, another result, a view or a detach() of one, or a tensor is of a subclass; return a copy (clone())"
+_WRAPPED = "a result is an input, another result, a view or a detach() of one, or a tensor is of a subclass; return copies (clone()), and write attributes in place (add_, copy_)"
 
 
 _Graphs = tuple[torch_private.TrainingLayout, Boxed, Boxed, tuple[int, ...]]

@@ -32,7 +32,7 @@ from cgpass.runtime.executor import Executor, Run, Step
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.partition import PartitionRunner
 from cgpass.telemetry import CallStats
-from cgpass.telemetry.reason import excused
+from cgpass.telemetry.reason import Reason, excused
 from cgpass.telemetry.summaries import counted
 from cgpass.version import VERSION
 
@@ -89,7 +89,6 @@ def _report(
     left = left_to_eager(notes, called_at)
     told = {(each.line, each.detail) for each in left}
     left += [r for r in met if r.rest is not None and (r.line, r.detail) not in told]
-    known = {place_of(each.line or each.rest) for each in left}
     others = {
         each: telemetry.grown(n, before.others.get(each, {})) for each, n in after.others.items()
     }
@@ -108,7 +107,9 @@ def _report(
         model=next((graph.place for graph in graphs if graph.place), ""),
         graphs=tuple(graphs),
         left_to_eager=tuple(dict.fromkeys(left)),
-        graph_breaks=counted(r for r in met if r.rest is None and place_of(r.line) not in known),
+        graph_breaks=counted(
+            r for r in met if r.rest is None and not any(_is_same(r, each) for each in left)
+        ),
         recompilations=tuple(recompiled(notes, called_at, left)),
         others=tuple(telemetry.told(each, counts["calls"]) for each, counts in others.items()),
         whole_steps=sum(counts["replays"] for counts in steps),
@@ -119,6 +120,14 @@ def _report(
         graphs_ms=min(clock.in_graphs, clock.whole) if clock.whole else None,  # of two streams
         device_ms=clock.whole or None,
     )
+
+
+def _is_same(one: Reason, other: Reason) -> bool:
+    """Tell whether two graph breaks are one, unless they were reached from different lines."""
+    place, reached = place_of(one.line) == place_of(other.line), ", reached from"
+    same = one.detail.partition(", ")[0] == other.detail.partition(", ")[0]
+    both = reached in one.detail and reached in other.detail
+    return place and same and (one.detail == other.detail or not both)
 
 
 def live(graphs: Iterable[telemetry.Graph]) -> list[Executor]:

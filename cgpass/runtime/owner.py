@@ -392,10 +392,14 @@ def _all_owners() -> list[Owner]:
     return [owner for known in _owners.keyrefs() if (owner := known()) is not None]
 
 
-def _note_gone(owner: "weakref.ref[Owner]", _: "weakref.ref[torch.nn.Module]") -> None:
+def _note_gone(
+    owner: "weakref.ref[Owner]",
+    _: "weakref.ref[torch.nn.Module]",
+    is_finalizing: Callable[[], bool] = sys.is_finalizing,  # the module's names may be gone by then
+) -> None:
     """A module of recorded calls is gone. See Note [Models that were dropped]."""
-    known = owner()
-    if known is not None and not known._is_followed and not sys.is_finalizing():
+    known = None if is_finalizing() else owner()
+    if known is not None and not known._is_followed:
         known.release_if_dropped()
 
 

@@ -546,6 +546,8 @@ class PartitionRunner:
         """Keep a recording, and say why it was made."""
         cause, others = seen.cause, seen.recordings
         beside = others.get(found.values, ())
+        if cause[0] == "first" and self.stats.recordings:  # other sizes were recorded before it
+            cause = "shape", "the first call with this value or layout that was seen before", None
         if not all(self._has_younger_inputs(each, args) for each in beside):
             cause = "held", _HELD, None
         took = (time.perf_counter() - self._started) * 1e3

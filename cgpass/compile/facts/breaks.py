@@ -42,6 +42,11 @@ _KNOWN: Final = (
     ("Reconstruction failure", "what it calls can't be kept across a graph break", _OUTSIDE),
     ("sparse [Tt]ensor", "a sparse tensor is made or used", _OUTSIDE),
     (r"compiler\.disable\(\)", "what torch.compiler.disable keeps out is called", _OUTSIDE),
+    (
+        "Unsafe side effect",
+        "a hook or checkpoint writes what is outside of it",
+        "return it instead",
+    ),
     ("Observed exception", "an exception is raised", "check and raise before what is compiled"),
     ("trace_autograd_ops", "gradients are taken inside", "take them with torch.func.grad"),
     ("_step_outside_dynamo", "a training step is called", "leave it: it has its own graph"),
@@ -116,7 +121,9 @@ def reason_of(text: str, line: str | None) -> Reason:
         if found := re.search(pattern, text):
             detail, fix = found.expand(cause), found.expand(remedy)
             break
-    if _RANDOM.search(line or "") and re.search("dense|branching|jump|numpy function", text):
+    if _RANDOM.search(line or "") and re.search(
+        "dense|branching|jump|numpy function|builtin op", text
+    ):
         detail = "a random number of Python or NumPy is used"
         fix = "draw it before, and pass it as a tensor; or use torch.rand"
     if fix == _HOST_READ and _INDEXED.search(line or ""):
@@ -276,7 +283,7 @@ def recompiled(before: Sequence[Any], called_at: Callers, left: Iterable[Reason]
             told = _without_values(cause)
             if any(rest == where and f": {told}. Calls" in detail for rest, detail in limits):
                 continue
-            line = where if line is None or line.startswith("torch/") else line
+            line = where if line is None or line.startswith(("torch/", "whole_step.py:")) else line
             key = line, told
             count = found[key].count + 1 if key in found else 1
             detail = f"compiled once more: {cause}"
