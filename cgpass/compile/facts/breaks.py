@@ -216,8 +216,8 @@ def graph_breaks(
     """Graph breaks that were met, each once; behind those with a `rest` torch left that to eager.
 
     Those that graphs end at, those noted since `before` (where True says of some that torch had forgotten them), and of
-    earlier ones those of functions that ran, or whose calls had some graph compiled that did. Libraries that run in eager anyway, as what logs or shows progress, have breaks of
-    their own: they are left out.
+    earlier ones those of functions that ran, or whose calls had some graph compiled that did. Libraries that run in
+    eager anyway, as what logs or shows progress, have breaks of their own: they are left out.
     """
     files = {place_of(graph.place).rpartition(":")[0] for graph in graphs}
     functions = {code for graph in graphs for code in (graph.code, *graph.callers)}
