@@ -246,6 +246,21 @@ def test_breaks_of_a_first_compilation_are_noted_as_dynamo_loads():
     subprocess.run([sys.executable, "-c", FIRST], check=True)
 
 
+def loops(x):
+    for _ in range(2):
+        x = x * helper(x)
+    return x
+
+
+def test_a_break_is_told_beside_another_function_that_it_leaves_to_eager():
+    calls = [torch.compile(each, backend="cgpass") for each in (calls_twice, loops)]
+    report = watched(lambda x: [call(x) for call in calls], X)
+    (left,), (found,) = report.left_to_eager, report.graph_breaks
+    assert left.rest.endswith(" in loops")
+    assert left.line == found.line
+    assert found.detail.endswith(" in calls_twice")
+
+
 def two(x):
     y, _ = chain(x) * x.sum().item(), print("here")  # noqa: T201
     return chain(y)

@@ -42,11 +42,7 @@ _KNOWN: Final = (
     ("Reconstruction failure", "what it calls can't be kept across a graph break", _OUTSIDE),
     ("sparse [Tt]ensor", "a sparse tensor is made or used", _OUTSIDE),
     (r"compiler\.disable\(\)", "what torch.compiler.disable keeps out is called", _OUTSIDE),
-    (
-        "Unsafe side effect",
-        "a hook or checkpoint writes what is outside of it",
-        "return it instead",
-    ),
+    ("Unsafe side effect", "a hook or checkpoint writes what is outside", "return it instead"),
     ("Observed exception", "an exception is raised", "check and raise before what is compiled"),
     ("trace_autograd_ops", "gradients are taken inside", "take them with torch.func.grad"),
     ("_step_outside_dynamo", "a training step is called", "leave it: it has its own graph"),
@@ -121,9 +117,7 @@ def reason_of(text: str, line: str | None) -> Reason:
         if found := re.search(pattern, text):
             detail, fix = found.expand(cause), found.expand(remedy)
             break
-    if _RANDOM.search(line or "") and re.search(
-        "dense|branching|jump|numpy function|builtin op", text
-    ):
+    if _RANDOM.search(line or "") and re.search("dense|branching|jump|numpy fu|builtin op", text):
         detail = "a random number of Python or NumPy is used"
         fix = "draw it before, and pass it as a tensor; or use torch.rand"
     if fix == _HOST_READ and _INDEXED.search(line or ""):
